@@ -1,0 +1,82 @@
+"""Files that are either there and whole, or not there: atomic writes, JSON, and JSON lines."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from depthroute.common.errors import FailureError, RequestError
+
+
+@contextmanager
+def explain_os_errors(path: Path, doing: str) -> Iterator[None]:
+    """Turn the operating system's refusals into one sentence that names the path and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise FailureError(f"the disk is full while {doing} {path}; free some space and run the same command again.") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise FailureError(f"no permission while {doing} {path}; choose a folder you can write to.") from error
+        raise
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write `data` to `path` so that a reader, or a crash at any moment, sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with explain_os_errors(path, "writing"):
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(name, 0o644)  # mkstemp makes private files; these are meant to be read
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """`write_bytes` in UTF-8."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON, atomically. NaN and infinity are refused: they are not JSON."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read one JSON file; a missing or broken one is named."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise RequestError(f"{path} does not exist.") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise FailureError(f"{path} is not valid JSON ({error}); it was cut short or changed by hand.") from error
+
+
+def read_json_lines(path: Path) -> list[Any]:
+    """Read a file of one JSON value a line. A last line cut short by a crash is left out; a broken one elsewhere is named."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    values = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            values.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise FailureError(f"{path} line {number} is not valid JSON ({error}).") from error
+    return values
