@@ -38,11 +38,12 @@ def reference(
     exact = queries.dtype
     rank = queries.shape[-1]
     scores = []
-    for index, source in enumerate(sources):
-        key = (source[..., source.shape[-1] - rank :] if keys is None else keys[index]).to(exact)
-        normalised = source.to(exact) if full else key
-        rstd = torch.rsqrt(normalised.square().mean(-1, keepdim=True) + eps)
-        scores.append((key * rstd) @ queries.T)
+    with torch.autocast(sources[0].device.type, enabled=False):  # it would take the scores' product to bfloat16
+        for index, source in enumerate(sources):
+            key = (source[..., source.shape[-1] - rank :] if keys is None else keys[index]).to(exact)
+            normalised = source.to(exact) if full else key
+            rstd = torch.rsqrt(normalised.square().mean(-1, keepdim=True) + eps)
+            scores.append((key * rstd) @ queries.T)
     score = torch.stack(scores)  # [S, ..., M]: a scalar for each source, token and query; the sources themselves stay apart
     if bias is not None:
         score = score + bias.T.reshape(len(sources), *[1] * (score.ndim - 2), -1)

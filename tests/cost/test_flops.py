@@ -78,7 +78,7 @@ def test_wrong_block_ends_are_refused(ends: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("rank", [0, 9])
 def test_a_rank_that_the_width_does_not_hold_is_refused(rank: int) -> None:
-    with pytest.raises(RequestError, match=f"rank = {rank} .* 1 to 8"):
+    with pytest.raises(RequestError, match=rf"rank = {rank} .* 1 to 8"):
         routing_flops(8, rank, (2,))
-    with pytest.raises(RequestError, match=f"rank = {rank} .* 1 to 8"):
+    with pytest.raises(RequestError, match=rf"rank = {rank} .* 1 to 8"):
         kernel_reduction(8, rank)

@@ -47,7 +47,7 @@ def test_grouped_queries_qk_norm_and_an_untied_head_count() -> None:
 
 
 def test_a_rank_that_the_width_does_not_hold_is_refused() -> None:
-    with pytest.raises(RequestError, match="rank = 9 .* 1 to 8"):
+    with pytest.raises(RequestError, match=r"rank = 9 .* 1 to 8"):
         routing_parameters(reads=3, width=8, rank=9)
-    with pytest.raises(RequestError, match="rank = 0 .* 1 to 8"):
+    with pytest.raises(RequestError, match=r"rank = 0 .* 1 to 8"):
         projected_key_parameters(layers=1, width=8, mlp_width=8, rank=0)

@@ -1,0 +1,153 @@
+"""The drawing board of every figure: a panel of given pixels with a title, a legend and axes, in the theme's sentinel colours.
+
+One Matplotlib unit is one CSS pixel: figures are laid out at 72 dots an inch, and a font size of 12 is 12 pixels where the page shows a
+panel at its natural width.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from depthroute.report.document import Panel
+from depthroute.report.theme import arm_color, color, tidy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH = 440
+MARGIN = 10
+TITLE_SIZE, TEXT_SIZE, SMALL_SIZE = 14.0, 12.5, 11.5
+LINE_HEIGHT = 18.0
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
+DASHES: tuple[Any, ...] = ("-", "-", "-", "-", "-", (0, (5, 2)), (0, (5, 2)), (0, (5, 2)), (0, (2, 1.5)), (0, (2, 1.5)))
+CHARACTER_WIDTH = 0.56  # of the font size: what a character of a system sans-serif takes on average, rounded up
+
+
+def draw(name: str, description: str, paint: Callable[[Figure], None], *, width: float = WIDTH, height: float) -> Panel:
+    """Make a figure of `width` x `height` pixels, let `paint` fill it, and return it as a tidied SVG.
+
+    Nothing outside changes what is drawn: a user's matplotlibrc is set aside, and the salt of the ids is fixed.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update({
+            "svg.fonttype": "none", "svg.hashsalt": "depthroute", "text.parse_math": False, "text.color": color("ink"),
+            "font.size": TEXT_SIZE, "lines.solid_capstyle": "round", "path.simplify": False,
+        })
+        figure = Figure(figsize=(width / 72, height / 72), dpi=72, facecolor="none")
+        FigureCanvasSVG(figure)
+        paint(figure)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", facecolor="none", metadata={"Date": None, "Creator": None})
+    return Panel(name=name, svg=tidy(buffer.getvalue(), name), description=description, width=round(width))
+
+
+def axes(figure: Figure, *, left: float, top: float, right: float = 14.0, bottom: float = 44.0) -> Axes:
+    """Axes at given distances in pixels from the figure's edges: horizontal grid lines, no box, small muted tick labels."""
+    width, height = figure.get_size_inches() * 72
+    ax = figure.add_axes((left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height), facecolor="none")
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.spines["bottom"].set_color(color("muted"))
+    ax.spines["bottom"].set_linewidth(0.8)
+    ax.tick_params(axis="both", length=0, pad=6, labelsize=TEXT_SIZE, labelcolor=color("muted"))
+    ax.grid(axis="y", color=color("rule"), linewidth=0.8)
+    ax.set_axisbelow(True)
+    return ax
+
+
+def step_axis(ax: Axes, last: int) -> None:
+    """A horizontal axis that counts optimiser steps."""
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+    ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    ax.set_xlim(right=last * 1.015)
+    ax.set_xlabel("optimiser step", color=color("muted"), fontsize=TEXT_SIZE, labelpad=4)
+
+
+def heading(figure: Figure, title: str, subtitle: str) -> float:
+    """A bold title and a muted line under it, which says what the vertical axis shows; returns the pixels used from the top."""
+    width = figure.get_size_inches()[0] * 72
+    y = MARGIN
+    for line in wrapped(title, width - 2 * MARGIN, TITLE_SIZE * 1.08):
+        text(figure, MARGIN, y + 12, line, fontsize=TITLE_SIZE, fontweight="bold")
+        y += LINE_HEIGHT
+    for line in wrapped(subtitle, width - 2 * MARGIN, TEXT_SIZE):
+        text(figure, MARGIN, y + 12, line, color=color("muted"))
+        y += LINE_HEIGHT - 1
+    return y + 4
+
+
+def legend_rows(labels: Sequence[str], width: float) -> list[list[tuple[int, float, str]]]:
+    """Break legend entries into rows: (entry, x in pixels, its text), the text cut where it alone is wider than a row."""
+    rows: list[list[tuple[int, float, str]]] = [[]]
+    x = float(MARGIN)
+    for index, label in enumerate(labels):
+        shown = cut(label, width - 2 * MARGIN - 30, TEXT_SIZE)
+        needed = 30 + len(shown) * TEXT_SIZE * CHARACTER_WIDTH + 14
+        if rows[-1] and x + needed > width:
+            rows.append([])
+            x = float(MARGIN)
+        rows[-1].append((index, x, shown))
+        x += needed
+    return rows
+
+
+def legend(figure: Figure, top: float, entries: Sequence[tuple[int, str]], *, markers: bool) -> float:
+    """A legend of arms, (index, label), below `top`; returns the pixels used from the figure's top."""
+    from matplotlib.lines import Line2D
+
+    width, height = figure.get_size_inches() * 72
+    for row in legend_rows([label for _, label in entries], width):
+        y = top + LINE_HEIGHT / 2
+        for entry, x, shown in row:
+            arm = entries[entry][0]
+            figure.add_artist(Line2D(
+                [x / width, (x + 11) / width, (x + 22) / width], [1 - y / height] * 3, color=arm_color(arm), linewidth=2.2,
+                linestyle=dashes(arm), marker=marker(arm) if markers else None, markersize=6, markevery=[1], transform=figure.transFigure,
+            ))
+            text(figure, x + 29, y + 4.5, shown)
+        top += LINE_HEIGHT + 1
+    return top + 4
+
+
+def legend_height(labels: Sequence[str], width: float = WIDTH) -> float:
+    """The pixels that `legend` will use."""
+    return (LINE_HEIGHT + 1) * len(legend_rows(labels, width)) + 4
+
+
+def text(figure: Figure, x: float, y: float, shown: str, **style: Any) -> None:
+    """Text with its baseline's start at (x, y) pixels from the top left corner."""
+    width, height = figure.get_size_inches() * 72
+    figure.text(x / width, 1 - y / height, shown, **{"fontsize": TEXT_SIZE, "va": "baseline", "ha": "left", **style})
+
+
+def marker(index: int) -> str:
+    """The marker of an arm, so that colour is never the only difference."""
+    return MARKERS[index % len(MARKERS)]
+
+
+def dashes(index: int) -> Any:
+    """The line style of an arm."""
+    return DASHES[index % len(DASHES)]
+
+
+def cut(label: str, width: float, size: float) -> str:
+    """A label that fits into `width` pixels, with an ellipsis where it had to be cut."""
+    room = max(4, int(width / (size * CHARACTER_WIDTH)))
+    return label if len(label) <= room else label[: room - 1].rstrip() + "…"
+
+
+def wrapped(words: str, width: float, size: float) -> list[str]:
+    """Text broken into at most two lines of `width` pixels."""
+    import textwrap
+
+    room = max(8, int(width / (size * CHARACTER_WIDTH)))
+    return textwrap.wrap(words, room, max_lines=2, placeholder="…")

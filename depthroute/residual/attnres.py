@@ -1,0 +1,218 @@
+"""Attention Residuals: softmax attention over depth in place of the residual sum.
+
+One file for the whole family, because its members are choices of the same read: Full and Block (Attention Residuals, Eqs. 1-6),
+low-rank keys with slice or full-width RMS (Low-Rank AttnRes, Eqs. 8-13), projected keys (Eqs. 25-27), separate routes for query-key and
+value (Role-Decoupled AttnRes, Eqs. 3-5) and the three controls of that paper. Roles, ranks and blocks combine freely.
+
+Shapes: ... leading dimensions, D width, S sources, R key rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from depthroute.common.errors import RequestError
+from depthroute.ops import DepthRead, depth_attention
+from depthroute.residual.protocol import Body, Inputs, Residual, ResidualConfig, RoleInputs
+from depthroute.residual.schedule import block_ends
+
+Roles = Literal["shared", "decoupled", "tied", "average", "frozen_value"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttnResConfig(ResidualConfig):
+    """Attention Residuals and its low-rank and role-decoupled refinements.
+
+    At most one of `block` (sub-layers a block), `layers_per_block` and `num_blocks` (ceil boundaries); none of them is Full AttnRes.
+
+    `rank`: how many coordinates the keys have; None is the width. `keys`: "slice" takes the last `rank` coordinates of a source,
+    "projected" learns a projection beside every output projection. `key_norm`: "slice" or "full", the RMS a sliced key is divided by.
+    `key_gain`: whether a site's key norm has a learned gain (Attention Residuals and the role-decoupled paper: yes; low-rank: no).
+
+    `roles`: "shared", one route for query, key and value; "decoupled", a second one for the value; and the controls "tied" (both roles
+    read by the same route), "average" (two routes, their mixtures averaged) and "frozen_value" (the value route stays uniform).
+
+    `first_read`: give the first site parameters although it can only read the embedding, as the role-decoupled paper counts them. They
+    change nothing and their gradient is zero.
+    """
+
+    name: ClassVar[str] = "attnres"
+
+    block: int | None = None
+    layers_per_block: int | None = None
+    num_blocks: int | None = None
+    rank: int | None = None
+    keys: Literal["slice", "projected"] = "slice"
+    key_norm: Literal["slice", "full"] = "slice"
+    key_gain: bool = True
+    roles: Roles = "shared"
+    first_read: bool = False
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.rank is not None and self.rank < 1:
+            raise RequestError(f"residual.rank = {self.rank} is not allowed; it takes 1 or more, or none for the width.")
+        if self.keys == "projected" and self.rank is None:
+            raise RequestError("residual.keys = 'projected' needs residual.rank, the width of the projected keys.")
+        if self.keys == "projected" and self.key_norm == "full":
+            raise RequestError("residual.key_norm = 'full' is for sliced keys; projected keys are divided by their own RMS.")
+        if not self.eps > 0:
+            raise RequestError(f"residual.eps = {self.eps} is not allowed; it must be positive.")
+
+    def build(self, body: Body) -> AttnRes:
+        return AttnRes(self, body)
+
+
+class Bank(NamedTuple):
+    """The depth memory: closed sources (the embedding first) and the open block's partial sum, None when it is empty.
+
+    With projected keys each source has its key [..., R] beside it; the key of a block is the sum of its sub-layers' keys, since
+    output and key come from one widened projection.
+    """
+
+    closed: tuple[Tensor, ...]
+    partial: Tensor | None
+    closed_keys: tuple[Tensor, ...]
+    partial_key: Tensor | None
+
+    def sources(self) -> tuple[Tensor, ...]:
+        return self.closed if self.partial is None else (*self.closed, self.partial)
+
+    def keys(self) -> tuple[Tensor, ...] | None:
+        keys = self.closed_keys if self.partial_key is None else (*self.closed_keys, self.partial_key)
+        return keys or None
+
+
+class Site(nn.Module):
+    """The parameters of one read: a route query, one more for the value where roles are separate, and the key norm's gain."""
+
+    def __init__(self, rank: int, value_query: bool, key_gain: bool) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.zeros(rank))
+        self.value_query = nn.Parameter(torch.zeros(rank)) if value_query else None
+        self.key_gain = nn.Parameter(torch.ones(rank)) if key_gain else None
+
+    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        """Queries zero, so that training starts from the mean of the sources; gains one."""
+        parameter.fill_(1.0 if name == "key_gain" else 0.0)
+
+
+class KeyProjection(nn.Linear):
+    """A projected key: [..., activation width] to [..., R]."""
+
+    def __init__(self, activation: int, rank: int) -> None:
+        super().__init__(activation, rank, bias=False)
+
+    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        parameter.normal_(0.0, 0.02, generator=generator)
+
+
+class AttnRes(Residual):
+    """Sites are numbered like sub-layers; site 2L is the read before the head."""
+
+    def __init__(self, config: AttnResConfig, body: Body) -> None:
+        super().__init__(body)
+        rank = body.width if config.rank is None else config.rank
+        if rank > body.width and config.keys == "slice":
+            raise RequestError(f"residual.rank = {rank} is larger than the width {body.width}; a key is a slice of its source.")
+        self.config = config
+        self.rank = rank
+        self.ends = block_ends(
+            body.sublayers, block=config.block, layers_per_block=config.layers_per_block, num_blocks=config.num_blocks
+        )
+        self._closes = frozenset(self.ends)
+        first = 0 if config.first_read else 1
+        self.sites = nn.ModuleDict(
+            {
+                str(site): Site(rank, config.roles in ("decoupled", "average") and self._has_roles(site), config.key_gain)
+                for site in range(first, body.sublayers + 1)
+            }
+        )
+        self.embedding_key: KeyProjection | None = None
+        self.key_projections = nn.ModuleDict()
+        if config.keys == "projected":
+            self.embedding_key = KeyProjection(body.width, rank)
+            for site in range(body.sublayers):
+                self.key_projections[str(site)] = KeyProjection(body.activation(site), rank)
+
+    def _has_roles(self, site: int) -> bool:
+        return self.config.roles != "shared" and site % 2 == 0 and site < self.body.sublayers
+
+    def open(self, embedding: Tensor) -> Bank:
+        keys = () if self.embedding_key is None else (self.embedding_key(embedding).to(embedding.dtype),)
+        return Bank((embedding,), None, keys, None)
+
+    def read(self, memory: Bank, site: int) -> Inputs:
+        if str(site) not in self.sites:  # the first read: one source, which any weights return as it is
+            first = memory.closed[0]
+            return RoleInputs(first, first, first) if self._has_roles(site) and self.config.roles != "average" else first
+        queries = self._queries(site)
+        if len(queries) == 1:
+            mixed = self._attend(memory, site, queries[0])
+            assert isinstance(mixed, Tensor)
+            return RoleInputs(mixed, mixed, mixed) if self._has_roles(site) else mixed
+        matching, content = self._attend(memory, site, torch.stack(queries))
+        if self.config.roles == "average":
+            return (matching + content) / 2
+        return RoleInputs(matching, matching, content)
+
+    def write(self, memory: Bank, site: int, output: Tensor, activation: Tensor | None = None) -> Bank:
+        dtype = memory.closed[0].dtype
+        partial = output.to(dtype) if memory.partial is None else memory.partial + output.to(dtype)
+        partial_key: Tensor | None = None
+        if self.embedding_key is not None:
+            if activation is None:
+                raise RequestError("projected keys need write(..., activation): what the sub-layer feeds its output projection.")
+            key = self.key_projections[str(site)](activation).to(dtype)
+            partial_key = key if memory.partial_key is None else memory.partial_key + key
+        if site + 1 not in self._closes:
+            return memory._replace(partial=partial, partial_key=partial_key)
+        keys = () if partial_key is None else (*memory.closed_keys, partial_key)
+        return Bank((*memory.closed, partial), None, keys, None)
+
+    def source_names(self, site: int) -> tuple[str, ...]:
+        names = ["embedding"]
+        start = 0
+        for number, end in enumerate(self.ends, start=1):
+            written = min(end, site) - start
+            if written <= 0:
+                break
+            if end - start == 1:
+                names.append(f"{'attention' if start % 2 == 0 else 'mlp'} {start // 2}")
+            else:
+                names.append(f"block {number}" if written == end - start else f"block {number} so far")
+            start = end
+        return tuple(names)
+
+    def source_weights(self, memory: Bank, site: int) -> dict[str, Tensor]:
+        if len(memory.sources()) == 1:
+            return {}
+        queries = self._queries(site)
+        with torch.no_grad():
+            found = self._attend(memory, site, torch.stack(queries), return_weights=True)
+        assert isinstance(found, DepthRead) and found.weights is not None
+        if len(queries) == 2:
+            return {"query_key": found.weights[0], "value": found.weights[1]}
+        return {"shared": found.weights[0]}
+
+    def _queries(self, site: int) -> list[Tensor]:
+        """The route queries of a site: one, or one for query-key and one for value."""
+        parameters = self.sites[str(site)]
+        assert isinstance(parameters, Site)
+        if parameters.value_query is not None:
+            return [parameters.query, parameters.value_query]
+        if self.config.roles == "frozen_value" and self._has_roles(site):
+            return [parameters.query, torch.zeros_like(parameters.query)]
+        return [parameters.query]
+
+    def _attend(self, memory: Bank, site: int, query: Tensor, return_weights: bool = False) -> Tensor | tuple[Tensor, ...] | DepthRead:
+        parameters = self.sites[str(site)]
+        assert isinstance(parameters, Site)
+        return depth_attention(
+            memory.sources(), query, keys=memory.keys(), key_norm=self.config.key_norm, key_gain=parameters.key_gain,
+            eps=self.config.eps, return_weights=return_weights,
+        )  # fmt: skip

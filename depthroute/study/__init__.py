@@ -1,0 +1,1 @@
+"""Paired experiments: the plan, the cells, and what the pairs say."""

@@ -1,0 +1,67 @@
+"""Validation loss over fixed windows."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from depthroute.common.errors import RequestError
+from depthroute.data import evaluation_windows
+from depthroute.model import Decoder
+from depthroute.train.config import Device, Precision
+from depthroute.train.devices import autocast
+
+
+def evaluate(
+    model: Decoder,
+    tokens: np.ndarray,
+    *,
+    context: int,
+    limit_tokens: int | None,
+    microbatch: int,
+    device: Device,
+    precision: Precision,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any] | None:
+    """Mean negative log-likelihood (nats per token) of the fixed windows of `tokens`, of which every arm sees the same ones.
+
+    The forward pass has the precision of the training; the loss of a token is float32 and their sum float64, so its value does not
+    depend on how the windows are batched beyond the rounding of the forward pass. `microbatch` bounds the memory. Returns None when
+    `stop` asked for an end before the last window.
+
+    Raises:
+        RequestError: the tokens do not fill one window.
+    """
+    started = time.perf_counter()
+    total, count = 0.0, 0
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for windows in evaluation_windows(tokens, context, limit_tokens):
+                for batch in torch.from_numpy(windows).split(microbatch):
+                    if stop():
+                        return None
+                    batch = batch.to(device)
+                    with autocast(device, precision):
+                        losses = model.token_nll(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
+                    total += losses.sum(dtype=torch.float64).item()
+                    count += losses.numel()
+    finally:
+        model.train(was_training)
+    if count == 0:
+        raise RequestError(
+            f"the {len(tokens)} validation tokens do not fill one window of {context + 1}; use more data or a shorter model.context."
+        )
+    nll = total / count
+    return {
+        "nll": nll,
+        "perplexity": math.exp(min(nll, 700.0)),  # math.exp overflows above 709, and infinity is not JSON
+        "evaluated_tokens": count,
+        "seconds": time.perf_counter() - started,
+    }
