@@ -69,9 +69,7 @@ def override(config: Config, changes: dict[str, Any]) -> Config:
     Raises:
         RequestError: the field does not exist (with the nearest right one), or the text cannot be its type.
     """
-    for dotted, value in changes.items():
-        config = _override_one(config, dotted.split("."), value, dotted)
-    return config
+    return _override(config, {tuple(dotted.split(".")): value for dotted, value in changes.items()}, "")
 
 
 def fingerprint(config: Any) -> str:
@@ -80,18 +78,24 @@ def fingerprint(config: Any) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
-def _override_one(config: Any, names: list[str], value: Any, dotted: str) -> Any:
+def _override(config: Any, changes: dict[tuple[str, ...], Any], path: str) -> Any:
+    """All changes of one level at once, so that a config is only ever checked with every one of them in place."""
+    hints = typing.get_type_hints(type(config))
     fields = {f.name for f in dataclasses.fields(config)}
-    name, rest = names[0], names[1:]
-    if name not in fields:
-        raise RequestError(f"{dotted}: {choose('field', name, fields)}")
-    current = getattr(config, name)
-    if rest:
-        if not dataclasses.is_dataclass(current):
-            raise RequestError(f"{dotted}: {name!r} has no fields of its own.")
-        return dataclasses.replace(config, **{name: _override_one(current, rest, value, dotted)})
-    hint = typing.get_type_hints(type(config))[name]
-    return dataclasses.replace(config, **{name: _coerce(hint, _from_text(hint, value, dotted), dotted)})
+    values: dict[str, Any] = {}
+    for name in dict.fromkeys(names[0] for names in changes):
+        dotted = f"{path}{name}"
+        if name not in fields:
+            raise RequestError(f"{dotted}: {choose('field', name, fields)}")
+        inner = {names[1:]: value for names, value in changes.items() if names[0] == name}
+        if () in inner:
+            values[name] = _coerce(hints[name], _from_text(hints[name], inner.pop(()), dotted), dotted)
+        if inner:
+            current = values.get(name, getattr(config, name))
+            if not dataclasses.is_dataclass(current):
+                raise RequestError(f"{dotted} has no field {next(iter(inner))[0]!r}: it is {_describe(hints[name])}.")
+            values[name] = _override(current, inner, f"{dotted}.")
+    return dataclasses.replace(config, **values)
 
 
 def _from_text(hint: Any, value: Any, path: str) -> Any:

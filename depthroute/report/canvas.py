@@ -7,6 +7,7 @@ panel at its natural width.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -151,3 +152,8 @@ def wrapped(words: str, width: float, size: float) -> list[str]:
 
     room = max(8, int(width / (size * CHARACTER_WIDTH)))
     return textwrap.wrap(words, room, max_lines=2, placeholder="…")
+
+
+def slug(words: str) -> str:
+    """A name as part of a file name and of an id: lower-case letters, digits and hyphens."""
+    return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-") or "x"

@@ -13,6 +13,7 @@ Shapes: ... any leading dimensions (batch, tokens), D width, S sources.
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -50,7 +51,7 @@ class Body:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResidualConfig:
+class ResidualConfig(abc.ABC):
     """Base of every method's configuration; written to JSON with the method's name under `method`."""
 
     tag: ClassVar[str] = "method"
@@ -63,32 +64,32 @@ class ResidualConfig:
 
         return METHODS
 
+    @abc.abstractmethod
     def build(self, body: Body) -> Residual:
         """The module that does it."""
-        raise AssertionError(f"{type(self).__name__} does not build")
 
 
-class Residual(nn.Module):
+class Residual(nn.Module, abc.ABC):
     """A way of connecting sub-layers. `body` has 2L sub-layers; sites 0..2L-1 are read before them, site 2L by `close`."""
 
     def __init__(self, body: Body) -> None:
         super().__init__()
         self.body = body
 
+    @abc.abstractmethod
     def open(self, embedding: Tensor) -> Memory:
         """The memory of a new sequence, from the embedding [..., D]. Its dtype is the memory's dtype from then on."""
-        raise AssertionError
 
+    @abc.abstractmethod
     def read(self, memory: Memory, site: int) -> Inputs:
         """The input of the sub-layer at `site` (before its norm): [..., D], or one tensor per role at attention sites."""
-        raise AssertionError
 
+    @abc.abstractmethod
     def write(self, memory: Memory, site: int, output: Tensor, activation: Tensor | None = None) -> Memory:
         """The memory after the sub-layer at `site` has put out `output` [..., D].
 
         `activation` is what it fed its output projection; only methods with projected keys look at it.
         """
-        raise AssertionError
 
     def close(self, memory: Memory) -> Tensor:
         """The last read [..., D], before the final norm and the head."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from depthroute.common.errors import RequestError
+from depthroute.common.errors import FailureError, RequestError
 from depthroute.data import evaluation_windows
 from depthroute.model import Decoder
 from depthroute.train.config import Device, Precision
@@ -36,6 +36,7 @@ def evaluate(
 
     Raises:
         RequestError: the tokens do not fill one window.
+        FailureError: the loss is not finite.
     """
     started = time.perf_counter()
     total, count = 0.0, 0
@@ -59,6 +60,8 @@ def evaluate(
             f"the {len(tokens)} validation tokens do not fill one window of {context + 1}; use more data or a shorter model.context."
         )
     nll = total / count
+    if not math.isfinite(nll):
+        raise FailureError(f"the validation loss is {nll}: the weights of this model give no probabilities any more.")
     return {
         "nll": nll,
         "perplexity": math.exp(min(nll, 700.0)),  # math.exp overflows above 709, and infinity is not JSON

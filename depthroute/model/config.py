@@ -1,0 +1,72 @@
+"""The shape of a decoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from depthroute.common.errors import RequestError
+from depthroute.residual import Body, PreNormConfig, ResidualConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only Transformer with PreNorm RMSNorm, RoPE, bias-free attention and SwiGLU.
+
+    `key_value_heads`: None is one per head. `head_width`: None is width / heads. `context`: the longest sequence.
+
+    `memory_dtype`: what the residual method carries from sub-layer to sub-layer. "parameter" is the parameters' dtype (float32 in training),
+    "compute" the dtype that sub-layers put out (bfloat16 under autocast). All arms of a comparison use the same one.
+
+    Raises:
+        RequestError: a size that is not positive or does not divide.
+    """
+
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+    mlp_width: int
+    context: int
+    key_value_heads: int | None = None
+    head_width: int | None = None
+    rope_base: float = 10_000.0
+    qk_norm: bool = False
+    tied_embeddings: bool = True
+    norm_eps: float = 1e-6
+    init_std: float = 0.02
+    memory_dtype: Literal["parameter", "compute"] = "parameter"
+    residual: ResidualConfig = field(default_factory=PreNormConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "width", "layers", "heads", "mlp_width", "context", "key_value_heads", "head_width"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise RequestError(f"model.{name} = {value} is not allowed; it takes 1 or more.")
+        if self.head_width is None and self.width % self.heads:
+            raise RequestError(f"model.heads = {self.heads} does not divide model.width = {self.width}; set model.head_width.")
+        if self.resolved_head_width % 2:
+            raise RequestError(f"the head width {self.resolved_head_width} is odd; rotary positions need an even one.")
+        if self.heads % self.resolved_key_value_heads:
+            raise RequestError(f"model.key_value_heads = {self.key_value_heads} does not divide model.heads = {self.heads}.")
+        for name in ("norm_eps", "init_std", "rope_base"):
+            if not getattr(self, name) > 0:
+                raise RequestError(f"model.{name} = {getattr(self, name)} is not allowed; it must be positive.")
+
+    @property
+    def resolved_head_width(self) -> int:
+        return self.head_width if self.head_width is not None else self.width // self.heads
+
+    @property
+    def resolved_key_value_heads(self) -> int:
+        return self.key_value_heads if self.key_value_heads is not None else self.heads
+
+    @property
+    def body(self) -> Body:
+        """What the residual method may know."""
+        return Body(
+            width=self.width,
+            layers=self.layers,
+            attention_activation=self.heads * self.resolved_head_width,
+            mlp_activation=self.mlp_width,
+        )

@@ -1,0 +1,94 @@
+"""The decoder: an embedding, layers connected by a residual method, a final norm and a head.
+
+Shapes: B batch, T tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from depthroute.common.errors import RequestError
+from depthroute.model.config import ModelConfig
+from depthroute.model.layers import Attention, Layer, Projection, Rotary, SubLayerOutput, TokenEmbedding
+from depthroute.model.loss import LossSums, cross_entropy_sums, token_nll
+from depthroute.residual import Memory
+
+Observer = Callable[[int, Memory], None]
+
+
+class Decoder(nn.Module):
+    """A decoder-only Transformer over any residual method. `residual.*` is exactly what the method adds."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = TokenEmbedding(config.vocabulary, config.width, config.init_std)
+        self.rotary = Rotary(config.resolved_head_width, config.context, config.rope_base)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.residual = config.residual.build(config.body)
+        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.head = None if config.tied_embeddings else Projection(config.width, config.vocabulary, config.init_std)
+
+    def forward(self, tokens: Tensor, observe: Observer | None = None) -> Tensor:
+        """Hidden states [B, T, D] after the final norm, from token ids [B, T] (int64).
+
+        `observe(site, memory)` is called before each read, the last one included; diagnostics use it.
+
+        Raises:
+            RequestError: more tokens than the context.
+        """
+        if tokens.shape[-1] > self.config.context:
+            raise RequestError(f"a sequence of {tokens.shape[-1]} tokens is longer than model.context = {self.config.context}.")
+        residual = self.residual
+        memory = residual.open(self._into_memory(self.embedding(tokens)))
+        for site, sublayer in enumerate(self._sublayers()):
+            if observe is not None:
+                observe(site, memory)
+            output, activation = self._transform(sublayer, residual.read(memory, site))
+            memory = residual.write(memory, site, output, activation)
+        if observe is not None:
+            observe(2 * len(self.layers), memory)
+        return self.norm(residual.close(memory))
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """[B, T, V] in at least float32, from token ids [B, T]."""
+        logits = F.linear(self(tokens), self.head_weight)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def loss(self, tokens: Tensor, targets: Tensor, z_loss: float = 0.0) -> LossSums:
+        """Summed cross-entropy of `targets` [B, T] given `tokens` [B, T] (int64), with the z-loss coefficient of PaLM."""
+        return cross_entropy_sums(self(tokens).flatten(0, -2), self.head_weight, targets.flatten(), z_loss)
+
+    def token_nll(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Negative log-likelihood of every target, [B, T] in nats, in at least float32."""
+        return token_nll(self(tokens).flatten(0, -2), self.head_weight, targets.flatten()).view(targets.shape)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, D]; the embedding's where the two are tied."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def parameter_counts(self) -> dict[str, int]:
+        """`total`, `residual` (what the residual method adds) and `embedding` (with the head, where it is separate)."""
+        head = 0 if self.head is None else self.head.weight.numel()
+        return {
+            "total": sum(parameter.numel() for parameter in self.parameters()),
+            "residual": sum(parameter.numel() for parameter in self.residual.parameters()),
+            "embedding": self.embedding.weight.numel() + head,
+        }
+
+    def _sublayers(self) -> list[nn.Module]:
+        return [sublayer for layer in self.layers for sublayer in (layer.attention, layer.mlp)]
+
+    def _transform(self, sublayer: nn.Module, inputs: object) -> SubLayerOutput:
+        return sublayer(inputs, self.rotary) if isinstance(sublayer, Attention) else sublayer(inputs)
+
+    def _into_memory(self, embedding: Tensor) -> Tensor:
+        kind = embedding.device.type
+        if self.config.memory_dtype == "compute" and torch.is_autocast_enabled(kind):
+            return embedding.to(torch.get_autocast_dtype(kind))
+        return embedding

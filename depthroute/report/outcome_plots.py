@@ -1,0 +1,188 @@
+"""The figures of the outcome: endpoints per seed, paired differences, and the gap over training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from depthroute.report import canvas, numbers
+from depthroute.report.document import FigureBlock, Panel
+from depthroute.report.stored import Comparison, StoredStudy
+from depthroute.report.theme import arm_color, color
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ROW = 48
+BAND_SEEDS = 3  # a t interval of two seeds is nine standard deviations to each side: as a band it would show nothing but itself
+
+
+def endpoints_figure(study: StoredStudy) -> FigureBlock | None:
+    """Per arm every seed's NLL at the endpoint, and per comparison every seed's difference with the mean and its t interval."""
+    arms = [(arm, {cell.seed: nll for cell in study.complete(arm) for nll in [_endpoint_nll(study, cell.result)]}) for arm in study.arms]
+    arms = [(arm, values) for arm, values in arms if values]
+    compared = [c for c in study.comparisons if c.endpoint is not None]
+    panels = []
+    if arms:
+        rows = [(arm.label, arm.index, values) for arm, values in arms]
+        panels.append(_endpoint_panel(rows, study.seeds))
+    if compared:
+        panels.append(_difference_panel(compared))
+    if not panels:
+        return None
+    several = any(len(values) > 1 for _, values in arms)
+    with_interval = any(c.endpoint is not None and c.endpoint["t_interval"] for c in compared)
+    caption = "Left of a panel is better. Small marks are single seeds"
+    caption += "; a thin line joins the same seed across arms, since it has the same initial weights and the same batches in each" if several else ""
+    caption += ". Diamonds are means" + (", bars their 95 % t intervals." if with_interval else "; with one seed there is no interval.")
+    return FigureBlock("Endpoints, seed by seed.", caption, panels)
+
+
+def gap_figure(study: StoredStudy) -> FigureBlock | None:
+    """The paired difference at every milestone, one panel a comparison, all on the same vertical axis."""
+    compared = [c for c in study.comparisons if len(c.milestones) > 1]
+    if not compared:
+        return None
+    lines = [d for c in compared for m in c.milestones for d in m["differences"]]
+    low, high = min([0.0, *lines]), max([0.0, *lines])
+    pad = 0.35 * (high - low) or 0.01
+    counts = sorted({len(m["seeds"]) for c in compared for m in c.milestones})
+    caption = "Below zero the arm is ahead of its parent. The thick line is the mean of the seeds, thin lines are single seeds. "
+    caption += _band_words(counts[0])
+    clipped = any(b[0] < low - pad or b[1] > high + pad for c in compared for m in c.milestones for b in [_band(m)] if b)
+    caption += " The band runs out of the panel where it is wider than the panel." if clipped else ""
+    panels = [_gap_panel(c, (low - pad, high + pad)) for c in compared]
+    return FigureBlock("The gap over training.", caption, panels)
+
+
+def _endpoint_panel(rows: Sequence[tuple[str, int, dict[int, float]]], seeds: Sequence[int]) -> Panel:
+    def paint(figure: Figure) -> None:
+        top = canvas.heading(figure, "Validation loss at the endpoint", "nats per token; mean at the right")
+        ax = _row_axes(figure, top, len(rows), right=70)
+        for seed in seeds:
+            points = [(values.get(seed), y) for y, (_, _, values) in enumerate(rows)]
+            ax.plot([x if x is not None else float("nan") for x, _ in points], [y for _, y in points], color=color("muted"), linewidth=0.9,
+                    alpha=0.65, zorder=2)
+        for y, (label, index, values) in enumerate(rows):
+            mean = numbers.mean(list(values.values()))
+            _row_label(ax, y, label)
+            ax.plot(list(values.values()), [y] * len(values), canvas.marker(index), color=arm_color(index), markersize=6.5, alpha=0.75,
+                    markeredgewidth=0, zorder=3)
+            if len(values) > 1:
+                _mean_mark(ax, mean, y, index)
+            _row_value(ax, y, numbers.nats(mean))
+        _row_limits(ax, [v for _, _, values in rows for v in values.values()])
+
+    words = "; ".join(f"{label}: " + ", ".join(numbers.nats(v) for v in values.values()) for label, _, values in rows)
+    return canvas.draw("endpoints", f"Validation NLL at the endpoint per arm and seed. {words}.", paint, height=_row_height(len(rows)))
+
+
+def _difference_panel(compared: Sequence[Comparison]) -> Panel:
+    ends = [c.endpoint for c in compared if c.endpoint is not None]
+
+    def paint(figure: Figure) -> None:
+        top = canvas.heading(figure, "Paired difference at the endpoint", "nats per token, arm minus parent; mean at the right")
+        ax = _row_axes(figure, top, len(compared), right=70)
+        ax.axvline(0, color=color("ink"), linewidth=1.1, zorder=1)
+        for y, (comparison, end) in enumerate(zip(compared, ends, strict=True)):
+            index = comparison.arm.index
+            _row_label(ax, y, comparison.name)
+            if end["t_interval"]:
+                ax.plot(end["t_interval"], [y, y], color=arm_color(index), linewidth=7, alpha=0.3, zorder=2)
+            ax.plot(end["differences"], [y] * len(end["differences"]), canvas.marker(index), color=arm_color(index), markersize=6.5, alpha=0.75,
+                    markeredgewidth=0, zorder=3)
+            if len(end["differences"]) > 1:
+                _mean_mark(ax, end["mean"], y, index)
+            _row_value(ax, y, numbers.difference(end["mean"]))
+        _row_limits(ax, [0.0, *[x for end in ends for x in (*end["differences"], *(end["t_interval"] or ()))]])
+
+    words = "; ".join(
+        f"{c.name}: mean {numbers.difference(e['mean'])}" + (f", 95 % t interval {numbers.interval(e['t_interval'])}" if e["t_interval"] else "")
+        for c, e in zip(compared, ends, strict=True)
+    )
+    return canvas.draw("differences", f"Paired differences at the endpoint in nats. {words}.", paint, height=_row_height(len(compared)))
+
+
+def _gap_panel(comparison: Comparison, limits: tuple[float, float]) -> Panel:
+    milestones, index = comparison.milestones, comparison.arm.index
+    steps = [m["step"] for m in milestones]
+
+    def paint(figure: Figure) -> None:
+        top = canvas.heading(figure, comparison.name, "difference of validation losses, nats")
+        ax = canvas.axes(figure, left=62, top=top + 8, right=66)
+        ax.axhline(0, color=color("ink"), linewidth=1.1, zorder=2)
+        bands = [(m["step"], *band) for m in milestones for band in [_band(m)] if band]
+        if bands:
+            ax.fill_between([b[0] for b in bands], [b[1] for b in bands], [b[2] for b in bands], color=arm_color(index), alpha=0.2, linewidth=0)
+        for seed in sorted({seed for m in milestones for seed in m["seeds"]}):
+            line = [(m["step"], d) for m in milestones for s, d in zip(m["seeds"], m["differences"], strict=True) if s == seed]
+            ax.plot([x for x, _ in line], [y for _, y in line], color=arm_color(index), linewidth=0.9, alpha=0.65)
+        ax.plot(steps, [m["mean"] for m in milestones], color=arm_color(index), linewidth=2.4, marker=canvas.marker(index), markersize=5.5)
+        ax.set_ylim(limits)
+        ax.yaxis.set_major_formatter(lambda y, _: numbers.MINUS * (y < -1e-9) + f"{abs(y):.2f}" if limits[1] - limits[0] > 0.08
+                                     else numbers.MINUS * (y < -1e-9) + f"{abs(y):.3f}")
+        canvas.step_axis(ax, steps[-1])
+        ax.annotate(numbers.difference(milestones[-1]["mean"]), (steps[-1], milestones[-1]["mean"]), (9, 0), textcoords="offset points",
+                    va="center", fontsize=canvas.TEXT_SIZE, fontweight="bold", annotation_clip=False)
+
+    words = ", ".join(f"step {m['step']:,}: {numbers.difference(m['mean'])}" for m in milestones)
+    name = f"gap-{comparison.arm.index}-{comparison.parent.index}"
+    return canvas.draw(name, f"Mean difference over training, {comparison.name}. {words}.", paint, height=290)
+
+
+def _band(milestone: dict | object) -> tuple[float, float] | None:
+    """The t interval from three seeds on, one standard deviation to each side with two, nothing with one."""
+    m = milestone
+    assert isinstance(m, dict)
+    if len(m["seeds"]) >= BAND_SEEDS and m["t_interval"]:
+        return m["t_interval"][0], m["t_interval"][1]
+    return (m["mean"] - m["sd"], m["mean"] + m["sd"]) if m["sd"] is not None and len(m["seeds"]) > 1 else None
+
+
+def _band_words(fewest: int) -> str:
+    if fewest >= BAND_SEEDS:
+        return "The band is the 95 % t interval of the mean at each milestone."
+    if fewest == 2:
+        return "The band is one standard deviation to each side: with two seeds a t interval would fill the panel."
+    return "With one seed there is no band."
+
+
+def _endpoint_nll(study: StoredStudy, result: object) -> float:
+    assert isinstance(result, dict)
+    return float(result["nll"])
+
+
+def _row_height(rows: int) -> float:
+    return 52 + 20 + ROW * rows + 40
+
+
+def _row_axes(figure: Figure, top: float, rows: int, right: float) -> Axes:
+    ax = canvas.axes(figure, left=canvas.MARGIN + 2, top=top + 10, right=right, bottom=34)
+    ax.set_ylim(rows - 0.5, -0.75)
+    ax.set_yticks([])
+    ax.grid(axis="x", color=color("rule"), linewidth=0.8)
+    return ax
+
+
+def _row_label(ax: Axes, y: float, label: str) -> None:
+    ax.annotate(canvas.cut(label, canvas.WIDTH - 100, canvas.TEXT_SIZE), (0, y), (0, 11), xycoords=("axes fraction", "data"),
+                textcoords="offset points", fontsize=canvas.TEXT_SIZE, annotation_clip=False)
+
+
+def _row_value(ax: Axes, y: float, shown: str) -> None:
+    ax.annotate(shown, (1, y), (58, 0), xycoords=("axes fraction", "data"), textcoords="offset points", ha="right", va="center",
+                fontsize=canvas.TEXT_SIZE, fontweight="bold", annotation_clip=False)
+
+
+def _mean_mark(ax: Axes, x: float | None, y: float, index: int) -> None:
+    ax.plot([x], [y], "D", color=arm_color(index), markersize=8.5, markeredgecolor=color("paper"), markeredgewidth=1.5, zorder=4)
+
+
+def _row_limits(ax: Axes, values: Sequence[float]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    low, high = min(values), max(values)
+    pad = 0.08 * (high - low) or 0.01
+    ax.set_xlim(low - pad, high + pad)
+    ax.xaxis.set_major_locator(MaxNLocator(4))

@@ -1,0 +1,157 @@
+"""What the trained models read: mean routing weights as heat maps, and how far the QK and V roles are apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from depthroute.report import canvas, numbers
+from depthroute.report.document import FigureBlock, Panel
+from depthroute.report.stored import Arm, StoredStudy
+from depthroute.report.theme import arm_color, color
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CELL_WIDTH, CELL_HEIGHT = 46, 21
+NUMBERED_SOURCES = 10  # with more sources the cells are narrow and carry no number
+LABELS = 74
+EFFECTIVE = 58
+WHITE_FROM = 0.8  # weight from which white reads better on the heat colour than ink, in both themes
+KINDS = {"attention": "attn", "mlp": "MLP", "output": "output"}
+ROLES = {"query_key": "QK role", "value": "V role"}
+
+
+@dataclass(frozen=True)
+class Site:
+    """One row of a heat map, averaged over seeds: weight per source name, and the mean number of effective sources."""
+
+    label: str
+    weights: Mapping[str, float]
+    effective: float | None
+
+
+def heat_figures(study: StoredStudy) -> list[FigureBlock]:
+    """One figure per arm that has routing weights, one panel per role."""
+    figures = []
+    for arm in study.arms:
+        runs = [cell.routing for cell in study.complete(arm) if cell.routing and cell.routing.get("sites")]
+        if not runs:
+            continue
+        roles = list(dict.fromkeys(role for site in runs[0]["sites"] for role in site["roles"]))
+        panels = [_heat_panel(arm, role, average_sites(runs, role), single=len(roles) == 1) for role in roles]
+        tokens = runs[0].get("tokens")
+        caption = (
+            "A row is a place where the depth memory is read, a column a source; a row sums to one. An empty place means that the source does "
+            f"not exist there. Mean over {numbers.plural(len(runs), 'seed')}"
+            + (f" and {numbers.count(tokens)} tokens each" if tokens else "")
+            + ". The numbers at the right are the mean effective number of sources."
+        )
+        figures.append(FigureBlock(f"What {arm.label} reads.", caption, panels))
+    return figures
+
+
+def divergence_figure(study: StoredStudy) -> FigureBlock | None:
+    """The Jensen-Shannon divergence between the QK and V routing weights by layer, for arms with both roles."""
+    lines = []
+    for arm in study.arms:
+        seeds = [
+            [(d["layer"], d["nats"]) for d in cell.routing["divergence"] if d["nats"] is not None]
+            for cell in study.complete(arm) if cell.routing and cell.routing.get("divergence")
+        ]
+        if any(seeds):
+            lines.append((arm, seeds))
+    if not lines:
+        return None
+    several = any(len(seeds) > 1 for _, seeds in lines)
+    caption = (
+        f"Jensen-Shannon divergence between the two roles' routing weights, in nats: zero where both read the same, {math.log(2):.3f} (ln 2) "
+        "where they share no source. " + ("Dots are single seeds, the line their mean, the bar their range." if several else "One seed.")
+    )
+    return FigureBlock("How far the query-key and value roles part.", caption, [_divergence_panel(lines)])
+
+
+def average_sites(runs: Sequence[Mapping[str, Any]], role: str) -> list[Site]:
+    """One role's sites averaged over seeds; a site enters where every seed has it with the same sources."""
+    sites = []
+    for site in runs[0]["sites"]:
+        same = [s for run in runs for s in run["sites"] if s["site"] == site["site"] and s["sources"] == site["sources"] and role in s["roles"]]
+        if len(same) != len(runs):
+            continue
+        columns = zip(*(s["roles"][role]["weights"] for s in same), strict=True)
+        weights = dict(zip(site["sources"], (math.fsum(column) / len(same) for column in columns), strict=True))
+        effective = [s["roles"][role].get("effective_sources") for s in same]
+        kind = KINDS.get(site["kind"], site["kind"])
+        label = kind if site["kind"] == "output" or site.get("layer") is None else f"{site['layer']} {kind}"
+        sites.append(Site(label, weights, None if None in effective else math.fsum(effective) / len(same)))
+    return sites
+
+
+def _heat_panel(arm: Arm, role: str, sites: Sequence[Site], single: bool) -> Panel:
+    from matplotlib.patches import Rectangle
+
+    sources = list(dict.fromkeys(source for site in sites for source in site.weights))
+    numbered = len(sources) <= NUMBERED_SOURCES
+    cell = CELL_WIDTH if numbered else 22
+    slanted = max(len(s) for s in sources) * canvas.SMALL_SIZE * canvas.CHARACTER_WIDTH > cell - 4
+    head = 26 + (min(110, 12 + 0.62 * max(len(s) for s in sources) * canvas.SMALL_SIZE * canvas.CHARACTER_WIDTH) if slanted else 14)
+    width = max(canvas.WIDTH, LABELS + cell * len(sources) + EFFECTIVE + (60 if slanted else 0))
+    cell = cell if not numbered else min(64, (canvas.WIDTH - LABELS - EFFECTIVE) / len(sources)) if width == canvas.WIDTH else cell
+    role_words = ROLES.get(role, role.replace("_", " "))
+    title = arm.label if single else f"{arm.label}: {role_words}"
+    height = 52 + head + CELL_HEIGHT * len(sites) + 12
+
+    def paint(figure: Figure) -> None:
+        top = canvas.heading(figure, title, "mean weight of each source (columns) at each site (rows)") + head
+        for column, source in enumerate(sources):
+            x = LABELS + cell * (column + 0.5)
+            style = {"rotation": 38, "rotation_mode": "anchor"} if slanted else {"ha": "center"}
+            canvas.text(figure, x - (2 if slanted else 0), top - 7, canvas.cut(source, 170, canvas.SMALL_SIZE), fontsize=canvas.SMALL_SIZE, **style)
+        right = LABELS + cell * len(sources) + EFFECTIVE - 8
+        canvas.text(figure, right, top - 7, "eff.", fontsize=canvas.SMALL_SIZE, color=color("muted"), ha="right")
+        for row, site in enumerate(sites):
+            y = top + CELL_HEIGHT * row
+            canvas.text(figure, LABELS - 10, y + 15, site.label, fontsize=canvas.SMALL_SIZE, color=color("muted"), ha="right")
+            canvas.text(figure, right, y + 15, "" if site.effective is None else f"{site.effective:.2f}", fontsize=canvas.SMALL_SIZE,
+                        color=color("muted"), ha="right")
+            for source, weight in site.weights.items():
+                x = LABELS + cell * sources.index(source)
+                box = {"xy": (x + 0.75, height - y - CELL_HEIGHT + 0.75), "width": cell - 1.5, "height": CELL_HEIGHT - 1.5, "transform": None}
+                figure.add_artist(Rectangle(**box, facecolor=color("surface"), edgecolor=color("rule"), linewidth=0.6))
+                figure.add_artist(Rectangle(**box, facecolor=color("heat"), alpha=min(1.0, max(0.0, weight)), linewidth=0))
+                if numbered:
+                    canvas.text(figure, x + cell / 2, y + 15, f"{weight:.2f}", fontsize=canvas.SMALL_SIZE, ha="center",
+                                color=color("on-heat" if weight >= WHITE_FROM else "ink"))
+
+    top_sources = "; ".join(f"{site.label}: mostly {max(site.weights, key=lambda s: site.weights[s])}" for site in sites)
+    name = f"routing-{arm.index}-{canvas.slug(role)}"
+    return canvas.draw(name, f"Mean routing weights of {title} per site and source. {top_sources}.", paint, width=width, height=height)
+
+
+def _divergence_panel(lines: Sequence[tuple[Arm, Sequence[Sequence[tuple[int, float]]]]]) -> Panel:
+    entries = [(arm.index, arm.label) for arm, _ in lines]
+    width = 2 * canvas.WIDTH
+
+    def paint(figure: Figure) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        top = canvas.heading(figure, "QK-V divergence by layer", "Jensen-Shannon divergence, nats")
+        ax = canvas.axes(figure, left=58, top=canvas.legend(figure, top, entries, markers=True) + 6)
+        for arm, seeds in lines:
+            hue = arm_color(arm.index)
+            layers = sorted({layer for seed in seeds for layer, _ in seed})
+            values = [[nats for seed in seeds for at, nats in seed if at == layer] for layer in layers]
+            ax.vlines(layers, [min(v) for v in values], [max(v) for v in values], color=hue, linewidth=6, alpha=0.22)
+            for layer, column in zip(layers, values, strict=True):
+                ax.plot([layer] * len(column), column, ".", color=hue, markersize=6, alpha=0.7, markeredgewidth=0)
+            ax.plot(layers, [math.fsum(v) / len(v) for v in values], color=hue, linewidth=2.2, marker=canvas.marker(arm.index), markersize=6)
+        ax.set_ylim(bottom=0)
+        ax.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+        ax.set_xlabel("layer", color=color("muted"), fontsize=canvas.TEXT_SIZE)
+
+    words = "; ".join(f"{arm.label}, {numbers.plural(len(seeds), 'seed')}" for arm, seeds in lines)
+    height = 280 + canvas.legend_height([label for _, label in entries], width)
+    return canvas.draw("divergence", f"Jensen-Shannon divergence between query-key and value routing weights by layer. {words}.", paint,
+                       width=width, height=height)

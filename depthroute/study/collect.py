@@ -1,0 +1,104 @@
+"""From run folders to `statistics.json`: which cells are whole, and what their pairs say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from depthroute.common.config import to_json
+from depthroute.common.errors import DepthrouteError, FailureError
+from depthroute.common.files import read_json, read_json_lines, write_json
+from depthroute.study.plan import cell_config, cells, check_matched, differences, read_plan, run_folder
+from depthroute.study.statistics import paired
+
+Cell = tuple[str, int]
+
+
+def write_statistics(directory: Path, failures: Mapping[Cell, str]) -> dict[str, Any]:
+    """Collect the cells of a study, write `directory/statistics.json`, and return what it holds.
+
+    A cell counts when its run is complete, is the one that the plan describes (model, recipe, data fingerprint, seed) and was evaluated
+    at every milestone. Every other cell is listed under `missing` with a reason: the one in `failures`, or what its folder shows. A pair
+    needs both of its cells.
+
+    Args:
+        failures: why cells that were tried did not end.
+
+    Raises:
+        RequestError: there is no plan, or its pairs are not matched.
+        FailureError: the plan was changed after it was written, or the disk refuses the file.
+    """
+    statistics = collect(directory, failures)
+    write_json(directory / "statistics.json", statistics)
+    return statistics
+
+
+def collect(directory: Path, failures: Mapping[Cell, str]) -> dict[str, Any]:
+    """What `write_statistics` writes."""
+    plan = read_plan(directory)
+    check_matched(plan)
+    evaluations: dict[Cell, dict[int, dict[str, Any]]] = {}
+    missing = []
+    for cell in cells(plan):
+        try:
+            evaluations[cell] = _read_cell(directory, plan, cell)
+        except DepthrouteError as error:
+            missing.append({"arm": cell[0], "seed": cell[1], "reason": failures.get(cell, str(error))})
+    comparisons = [
+        {"arm": arm, "parent": parent, "milestones": _compare(plan, evaluations, arm, parent)} for arm, parent in plan["comparisons"]
+    ]
+    return {"endpoint_step": plan["milestones"][-1], "comparisons": comparisons, "missing": missing}
+
+
+def check_complete(statistics: Mapping[str, Any]) -> None:
+    """Refuse a study of which a cell is missing; for the exit status of a command.
+
+    Raises:
+        FailureError: the cells that are missing, and why the first is.
+    """
+    missing = statistics["missing"]
+    if missing:
+        names = ", ".join(f"{entry['arm']} seed {entry['seed']}" for entry in missing)
+        raise FailureError(f"{len(missing)} of the cells have no result ({names}). The first: {missing[0]['reason']}")
+
+
+def _compare(
+    plan: Mapping[str, Any], evaluations: Mapping[Cell, Mapping[int, Mapping[str, Any]]], arm: str, parent: str
+) -> list[dict[str, Any]]:
+    seeds = [seed for seed in plan["seeds"] if (arm, seed) in evaluations and (parent, seed) in evaluations]
+    if not seeds:
+        return []
+    milestones = []
+    for step in plan["milestones"]:
+        ours, theirs = ([evaluations[name, seed][step]["nll"] for seed in seeds] for name in (arm, parent))
+        milestones.append({
+            "step": step,
+            "tokens": evaluations[arm, seeds[0]][step]["tokens"],
+            "seeds": seeds,
+            "arm_nll": ours,
+            "parent_nll": theirs,
+            **to_json(paired(ours, theirs)),
+        })
+    return milestones
+
+
+def _read_cell(directory: Path, plan: Mapping[str, Any], cell: Cell) -> dict[int, dict[str, Any]]:
+    """The validations of a whole cell by step; an error says why it does not count."""
+    folder = run_folder(directory, *cell)
+    if not (folder / "config.json").exists():
+        raise FailureError("not started.")
+    ran = {name: value for name, value in read_json(folder / "config.json").items() if name != "format"}
+    for name, there, planned in differences(ran, to_json(cell_config(plan, *cell))):
+        raise FailureError(f"its run folder holds another run: {name} is {there} there and {planned} in the plan.")
+    if not (folder / "result.json").exists():
+        metrics = read_json_lines(folder / "metrics.jsonl")
+        raise FailureError(f"stopped after step {metrics[-1]['step']}; run the study again to go on." if metrics else "stopped at step 0.")
+    found = {line["step"]: line for line in read_json_lines(folder / "evaluations.jsonl") if line["split"] == "validation"}
+    for step in plan["milestones"]:
+        if step not in found:
+            raise FailureError(f"its evaluations.jsonl has no validation at step {step}, a milestone of the plan.")
+        if found[step]["nll"] is None or not math.isfinite(found[step]["nll"]):
+            raise FailureError(f"its validation NLL at step {step} is {found[step]['nll']}: it diverged.")
+    return found

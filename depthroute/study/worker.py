@@ -1,0 +1,53 @@
+"""One cell in a process of its own: `python -m depthroute.study.worker STUDY ARM SEED`.
+
+Peak memory is counted per process, and a cell that crashes does not take the others with it. The exit status is 0 for a whole cell,
+130 for one that was stopped and can go on, and otherwise that of the error, whose sentence is the last line on stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from depthroute.common.errors import DepthrouteError
+from depthroute.study.plan import cell_config, read_plan, run_folder
+
+STOPPED = 130
+
+
+def main(directory: Path, arm: str, seed: int) -> int:
+    """Train one cell of the plan in `directory`, or go on with it, then write down what its model reads; return the exit status."""
+    from depthroute.analysis.routing import write_routing
+    from depthroute.train.loop import train
+
+    stop_with_the_study()
+    try:
+        folder = run_folder(directory, arm, seed)
+        train(cell_config(read_plan(directory), arm, seed), folder, console=False)
+        write_routing(folder)
+    except KeyboardInterrupt:
+        return STOPPED
+    except DepthrouteError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def stop_with_the_study() -> None:
+    """Interrupt this process when its standard input closes: the study asks for it so, and so does its death, however it came."""
+    # A shell starts background jobs with SIGINT ignored, and Python would leave it so.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))

@@ -1,0 +1,283 @@
+"""The training loop: one run, from its configuration to result.json.
+
+The losses that are written down are means of the negative log-likelihood in nats per token, without the z-loss. On the CPU a run that
+was interrupted, killed or stopped by a full disk and then continued with the same number of threads writes the same losses and weights,
+bit for bit, as one that never stopped; on CUDA some kernels add in no fixed order, and the last bits may differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from depthroute.common.errors import FailureError, RequestError
+from depthroute.common.files import read_json
+from depthroute.data import BatchOrder, TokenDataset
+from depthroute.model import Decoder
+from depthroute.train import checkpoint
+from depthroute.train.config import RunConfig
+from depthroute.train.console import Console, duration
+from depthroute.train.devices import autocast, peak_memory_bytes, resolve_device, resolve_precision
+from depthroute.train.environment import environment
+from depthroute.train.evaluation import evaluate
+from depthroute.train.initialise import initialise
+from depthroute.train.interruption import Interruption
+from depthroute.train.optimiser import adamw
+from depthroute.train.run_folder import RunFolder, recorded_config, recorded_result, refuse_other_configuration
+from depthroute.train.schedule import learning_rate_multiplier
+
+
+def train(config: RunConfig, directory: Path, *, console: bool = True) -> dict[str, Any]:
+    """Train `config` in the run folder `directory` and return what its result.json says.
+
+    A complete run is not repeated, an unfinished one continues from its last checkpoint. Ctrl-C or SIGTERM finishes the current step,
+    writes a checkpoint and raises KeyboardInterrupt. `console` shows progress on standard output; log.txt gets it either way.
+
+    Raises:
+        RequestError: the folder holds another configuration, or the data is not what the configuration names.
+        FailureError: a loss that is not finite, a full disk, a truncated checkpoint. The folder can be continued.
+        KeyboardInterrupt: it was interrupted; the same call continues.
+    """
+    directory = Path(directory)
+    recorded = recorded_config(directory)
+    config = resolve(config, recorded)
+    refuse_other_configuration(directory, recorded, config)
+    result = recorded_result(directory)
+    if result is not None:
+        return result
+    data = TokenDataset.open(Path(config.data))
+    config = _with_fingerprint(config, data)
+    folder = RunFolder(directory)
+    with _threads(config.train.threads), Interruption() as interruption:
+        facts = environment(config.train.device) | {"data": dict(data.manifest)}
+        with folder.claimed(config, facts):
+            return _Run(config, folder, data, interruption).complete(facts, visible=console)
+
+
+def resolve(config: RunConfig, recorded: RunConfig | None = None) -> RunConfig:
+    """`config` with nothing left to choose: "auto" and None become what this machine, or the recorded run to be continued, takes."""
+    settings, before = config.train, recorded.train if recorded else None
+    device = resolve_device(before.device if before and settings.device == "auto" else settings.device)
+    precision = resolve_precision(before.precision if before and settings.precision == "auto" else settings.precision, device)
+    settings = dataclasses.replace(settings, device=device, precision=precision, microbatch=settings.microbatch or settings.sequences)
+    fingerprint = config.data_fingerprint or (recorded.data_fingerprint if recorded else "")
+    return dataclasses.replace(config, train=settings, data_fingerprint=fingerprint)
+
+
+def accumulate_gradients(model: Decoder, batch: Tensor, config: RunConfig) -> Tensor:
+    """Add the gradient of the mean loss of `batch` [sequences, context + 1] int64, and return the sum of its token losses (float64).
+
+    Sums over tokens are divided once, by the count of the whole batch, so the split into microbatches changes nothing but rounding.
+    """
+    settings = config.train
+    total = torch.zeros((), dtype=torch.float64, device=batch.device)
+    count = batch.shape[0] * (batch.shape[1] - 1)
+    for part in batch.split(settings.microbatch or len(batch)):
+        with autocast(settings.device, settings.precision):
+            sums = model.loss(part[:, :-1].contiguous(), part[:, 1:].contiguous())
+        objective = sums.nll / count
+        if settings.z_loss:
+            objective = objective + sums.z * (settings.z_loss / count)
+        objective.backward()
+        total += sums.nll.detach()
+    return total
+
+
+class _Run:
+    def __init__(self, config: RunConfig, folder: RunFolder, data: TokenDataset, interruption: Interruption) -> None:
+        self.config = config
+        self.settings = config.train
+        self.folder = folder
+        self.interruption = interruption
+        self.training_tokens = data.tokens("train")
+        self.validation_tokens = data.tokens("validation")
+        self.order = BatchOrder(
+            number_of_tokens=len(self.training_tokens), context=config.model.context,
+            sequences=self.settings.sequences, seed=self.settings.seed,
+        )
+        self.model = Decoder(config.model)
+        initialise(self.model, self.settings.seed)
+        self.model.to(self.settings.device)
+        self.optimiser = adamw(self.model, self.settings)
+        self.parameters = [parameter for group in self.optimiser.param_groups for parameter in group["params"]]
+        self.step = 0
+        self.saved: int | None = None
+        self.peak_memory = 0
+
+    def complete(self, facts: dict[str, Any], *, visible: bool) -> dict[str, Any]:
+        """Continue from the last checkpoint to the last step."""
+        self._resume()
+        label = self.folder.path.name
+        steps = self.settings.steps
+        console = Console(self.folder.path / "log.txt", label=label, steps=steps, first_step=self.step, visible=visible)
+        try:
+            self._announce(console, facts)
+            self._milestone(console)
+            while self.step < steps:
+                if self.interruption.requested:
+                    self._stop(console)
+                self._optimise(console)
+                self._milestone(console)
+                every = self.settings.checkpoint_every
+                if (every and self.step % every == 0) or self.step == steps:
+                    self._save()
+            if self.interruption.requested and not self._evaluated():
+                self._stop(console)
+            self._save()
+            result = self._result()
+            self.folder.write_result(result)
+            console.line(
+                f"complete: validation NLL {result['nll']:.4f}, perplexity {result['perplexity']:.2f}, "
+                f"{result['tokens_per_second']['median']:,.0f} tokens/s, {duration(result['training_seconds'])} of training"
+            )
+            return result
+        finally:
+            console.close()
+
+    def _resume(self) -> None:
+        found = checkpoint.latest(self.folder.path)
+        if found is not None:
+            state = checkpoint.load(found, self.model, self.optimiser)
+            self.step = self.saved = state["step"]
+            self.peak_memory = state["peak_memory_bytes"]
+        self.folder.cut_back(self.step)
+
+    def _announce(self, console: Console, facts: dict[str, Any]) -> None:
+        counts = self.model.parameter_counts()
+        settings = self.settings
+        console.line(
+            f"{facts['started_at']}  {counts['total']:,} parameters, {settings.steps} steps of {self.config.tokens_per_step:,} tokens, "
+            f"{settings.precision} on {settings.device}, {facts['threads']} threads"
+        )
+        if self.step:
+            console.line(f"continuing after step {self.step}")
+            first = read_json(self.folder.path / "environment.json")
+            for name in ("processor", "instructions", "threads", "packages"):
+                if first.get(name) != facts.get(name):
+                    console.line(f"{name} was {first.get(name)} and is {facts.get(name)}: the last bits of the losses may differ")
+
+    def _optimise(self, console: Console) -> None:
+        started = time.perf_counter()
+        settings, step = self.settings, self.step
+        batch = torch.from_numpy(self.order.batch(self.training_tokens, step)).to(settings.device)
+        nll = accumulate_gradients(self.model, batch, self.config)
+        norm = get_total_norm([parameter.grad for parameter in self.parameters if parameter.grad is not None])
+        loss, gradient_norm = nll.item() / self.config.tokens_per_step, norm.item()
+        if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
+            self._refuse_step(loss, gradient_norm)
+        if settings.gradient_clip is not None and gradient_norm > settings.gradient_clip:
+            clip_grads_with_norm_(self.parameters, settings.gradient_clip, norm)
+        rate = settings.learning_rate * learning_rate_multiplier(
+            step, steps=settings.steps, warmup_fraction=settings.warmup_fraction, final_fraction=settings.final_fraction
+        )
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        self.step = step + 1
+        seconds = time.perf_counter() - started
+        self.folder.add_metrics({
+            "step": self.step, "tokens": self.step * self.config.tokens_per_step, "loss": loss, "learning_rate": rate,
+            "gradient_norm": gradient_norm, "seconds": seconds,
+        })
+        console.step(self.step, loss, self.config.tokens_per_step, seconds)
+
+    def _refuse_step(self, loss: float, gradient_norm: float) -> None:
+        self.folder.flush()
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the norm of the gradient is {gradient_norm}"
+        raise FailureError(
+            f"{what} at step {self.step + 1} of {self.folder.path}; the step was not taken, and the last checkpoint is that of step "
+            f"{self.saved or 0}. Lower train.learning_rate or lengthen train.warmup_fraction, in a new folder."
+        )
+
+    def _evaluated(self) -> bool:
+        due = self.step == self.settings.steps or self.step in self.settings.milestones
+        return not due or any(line["step"] == self.step for line in self.folder.evaluations())
+
+    def _milestone(self, console: Console) -> None:
+        """Evaluate if this step asks for it. When it is interrupted, the run that continues catches up on it first."""
+        if self._evaluated():
+            return
+        settings = self.settings
+        measured = evaluate(
+            self.model, self.validation_tokens, context=self.config.model.context, limit_tokens=settings.evaluation_tokens,
+            microbatch=settings.microbatch or settings.sequences, device=settings.device, precision=settings.precision,
+            stop=lambda: self.interruption.requested,
+        )
+        if measured is not None:
+            line = {"step": self.step, "tokens": self.step * self.config.tokens_per_step, "split": "validation", **measured}
+            self.folder.add_evaluation(line)
+            console.line(f"step {self.step}/{settings.steps}  validation NLL {line['nll']:.4f}  perplexity {line['perplexity']:.2f}")
+
+    def _save(self) -> None:
+        if self.saved == self.step:
+            return
+        self.folder.flush(sync=True)
+        self._note_memory()
+        state = {"tokens": self.step * self.config.tokens_per_step, "peak_memory_bytes": self.peak_memory}
+        checkpoint.save(self.folder.path, self.step, self.model, self.optimiser, state)
+        self.saved = self.step
+
+    def _stop(self, console: Console) -> None:
+        if self.step:
+            self._save()
+        text = f"interrupted after step {self.step}; run the same command again to continue in {self.folder.path}"
+        console.line(text)
+        raise KeyboardInterrupt(text)
+
+    def _note_memory(self) -> None:
+        self.peak_memory = max(self.peak_memory, peak_memory_bytes(self.settings.device))
+
+    def _result(self) -> dict[str, Any]:
+        last = self.folder.evaluations()[-1]
+        metrics = self.folder.metrics()
+        seconds = [line["seconds"] for line in metrics]
+        norms = [line["gradient_norm"] for line in metrics]
+        limit = self.settings.gradient_clip
+        clipped = sum(limit is not None and norm > limit for norm in norms)
+        self._note_memory()
+        return {
+            "status": "complete",
+            "step": self.step,
+            "tokens": self.step * self.config.tokens_per_step,
+            "nll": last["nll"],
+            "perplexity": last["perplexity"],
+            "parameters": {name: self.model.parameter_counts()[name] for name in ("total", "residual", "embedding")},
+            "tokens_per_second": {
+                "median": self.config.tokens_per_step / statistics.median(seconds),
+                "mean": self.config.tokens_per_step * len(seconds) / sum(seconds),
+            },
+            "peak_memory_bytes": self.peak_memory,
+            "training_seconds": sum(seconds),
+            "gradient_norm": {"mean": sum(norms) / len(norms), "maximum": max(norms), "fraction_clipped": clipped / len(norms)},
+        }
+
+
+def _with_fingerprint(config: RunConfig, data: TokenDataset) -> RunConfig:
+    if config.data_fingerprint not in ("", data.fingerprint):
+        raise RequestError(
+            f"the data in {config.data} has the fingerprint {data.fingerprint}, and the configuration asks for {config.data_fingerprint}; "
+            "give the folder of that data, or leave data_fingerprint empty in a new run."
+        )
+    return dataclasses.replace(config, data_fingerprint=data.fingerprint)
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    try:
+        if number is not None:
+            torch.set_num_threads(number)
+        yield
+    finally:
+        torch.set_num_threads(before)
