@@ -130,18 +130,17 @@ static inline __attribute__((always_inline)) void NAME(tile)(ACC *total, const i
  * time so that the sums stay in registers. `row` and `q` may be NULL. */
 static inline void NAME(combine)(STORE *out, i64 n, const STORE *row, ACC self, const STORE *const *rows, const ACC *w, i64 step, i64 count,
                                  const ACC *q, i64 R, const ACC *u, i64 step_u, i64 M) {
-  for (i64 d = 0; d < n; d += TILE) {
-    const int width = n - d < TILE ? (int)(n - d) : TILE;
-    ACC total[TILE];
-    if (width == TILE) {
-      NAME(tile)(total, TILE, d, row, self, rows, w, step, count, q, R, u, step_u, M);
-#pragma omp simd
-      for (int j = 0; j < TILE; j++) out[d + j] = PUT(total[j]);
-    } else {
-      NAME(tile)(total, width, d, row, self, rows, w, step, count, q, R, u, step_u, M);
-      for (int j = 0; j < width; j++) out[d + j] = PUT(total[j]);
-    }
+  i64 d = 0;
+#define COLUMNS(width)                                                                 \
+  {                                                                                    \
+    ACC total[TILE];                                                                   \
+    NAME(tile)(total, width, d, row, self, rows, w, step, count, q, R, u, step_u, M);  \
+    _Pragma("omp simd") for (int j = 0; j < (width); j++) out[d + j] = PUT(total[j]);  \
   }
+  for (; d + TILE <= n; d += TILE) COLUMNS(TILE)
+  for (; d + TILE / 4 <= n; d += TILE / 4) COLUMNS(TILE / 4)
+  if (d < n) COLUMNS((int)(n - d))
+#undef COLUMNS
 }
 
 /* keys == NULL: the last R coordinates of each source (with keys, full is 0). bias [M, S] or NULL. full: normalise by the RMS of all D coordinates. */

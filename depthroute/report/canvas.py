@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from depthroute.report.document import Panel
+from depthroute.report.numbers import MINUS
 from depthroute.report.theme import arm_color, color, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 WIDTH = 440
@@ -71,6 +73,15 @@ def step_axis(ax: Axes, last: int) -> None:
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     ax.set_xlim(right=last * 1.015)
     ax.set_xlabel("optimiser step", color=color("muted"), fontsize=TEXT_SIZE, labelpad=4)
+
+
+def decimal_ticks(axis: Axis, span: float) -> None:
+    """About four ticks on an axis of `span`, all with the same number of decimals and a true minus sign."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    decimals = 1 if span > 1 else 2 if span > 0.06 else 3 if span > 0.006 else 4
+    axis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.{decimals}f}".replace("-", MINUS)))
 
 
 def heading(figure: Figure, title: str, subtitle: str) -> float:

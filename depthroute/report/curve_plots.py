@@ -95,8 +95,7 @@ def _panel(name: str, title: str, curves: Sequence[Curves], first: int, last: in
         ax.set_ylim(low, high)
         ax.set_xlim(left=first)
         canvas.step_axis(ax, last)
-        decimals = 1 if high - low > 0.9 else 2 if high - low > 0.05 else 3
-        ax.yaxis.set_major_formatter(lambda y, _: f"{y:.{decimals}f}")
+        canvas.decimal_ticks(ax.yaxis, high - low)
 
     ends = "; ".join(f"{c.arm.label} ends at {numbers.nats(c.mean[-1][1])}" for c in curves)
     height = HEIGHT + canvas.legend_height([label for _, label in entries])

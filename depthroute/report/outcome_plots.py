@@ -120,8 +120,7 @@ def _gap_panel(comparison: Comparison, limits: tuple[float, float]) -> Panel:
             ax.plot([x for x, _ in line], [y for _, y in line], color=arm_color(index), linewidth=0.9, alpha=0.65)
         ax.plot(steps, [m["mean"] for m in milestones], color=arm_color(index), linewidth=2.4, marker=canvas.marker(index), markersize=5.5)
         ax.set_ylim(limits)
-        ax.yaxis.set_major_formatter(lambda y, _: numbers.MINUS * (y < -1e-9) + f"{abs(y):.2f}" if limits[1] - limits[0] > 0.08
-                                     else numbers.MINUS * (y < -1e-9) + f"{abs(y):.3f}")
+        canvas.decimal_ticks(ax.yaxis, limits[1] - limits[0])
         canvas.step_axis(ax, steps[-1])
         ax.annotate(numbers.difference(milestones[-1]["mean"]), (steps[-1], milestones[-1]["mean"]), (9, 0), textcoords="offset points",
                     va="center", fontsize=canvas.TEXT_SIZE, fontweight="bold", annotation_clip=False)
@@ -180,9 +179,7 @@ def _mean_mark(ax: Axes, x: float | None, y: float, index: int) -> None:
 
 
 def _row_limits(ax: Axes, values: Sequence[float]) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     low, high = min(values), max(values)
     pad = 0.08 * (high - low) or 0.01
     ax.set_xlim(low - pad, high + pad)
-    ax.xaxis.set_major_locator(MaxNLocator(4))
+    canvas.decimal_ticks(ax.xaxis, high - low + 2 * pad)

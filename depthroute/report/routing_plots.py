@@ -21,15 +21,20 @@ LABELS = 74
 EFFECTIVE = 58
 WHITE_FROM = 0.8  # weight from which white reads better on the heat colour than ink, in both themes
 KINDS = {"attention": "attn", "mlp": "MLP", "output": "output"}
-ROLES = {"query_key": "QK role", "value": "V role"}
+OPEN = " so far"  # how the residual methods name the partial sum of a block that is not closed yet
+ROLES = {"query_key": "query-key role", "value": "value role", "shared": "one role for all"}
 
 
 @dataclass(frozen=True)
 class Site:
-    """One row of a heat map, averaged over seeds: weight per source name, and the mean number of effective sources."""
+    """One row of a heat map, averaged over seeds: weight per column, and the mean number of effective sources.
+
+    A block has one column, whether it is closed or still open; `open_block` names the column that holds a partial sum here.
+    """
 
     label: str
     weights: Mapping[str, float]
+    open_block: str | None
     effective: float | None
 
 
@@ -40,14 +45,19 @@ def heat_figures(study: StoredStudy) -> list[FigureBlock]:
         runs = [cell.routing for cell in study.complete(arm) if cell.routing and cell.routing.get("sites")]
         if not runs:
             continue
-        roles = list(dict.fromkeys(role for site in runs[0]["sites"] for role in site["roles"]))
-        panels = [_heat_panel(arm, role, average_sites(runs, role), single=len(roles) == 1) for role in roles]
+        roles = sorted({role for site in runs[0]["sites"] for role in site["roles"]}, key=lambda role: (role == "shared", role))
+        averaged = [(role, sites) for role in roles for sites in [average_sites(runs, role)] if sites]
+        if not averaged:
+            continue
+        panels = [_heat_panel(arm, role, sites, single=len(averaged) == 1) for role, sites in averaged]
         tokens = runs[0].get("tokens")
         caption = (
             "A row is a place where the depth memory is read, a column a source; a row sums to one. An empty place means that the source does "
-            f"not exist there. Mean over {numbers.plural(len(runs), 'seed')}"
+            "not exist there"
+            + ("; a dotted outline marks the partial sum of a block that is still open" if any_open(averaged) else "")
+            + f". Mean over {numbers.plural(len(runs), 'seed')}"
             + (f" and {numbers.count(tokens)} tokens each" if tokens else "")
-            + ". The numbers at the right are the mean effective number of sources."
+            + ". At the right of a row, the mean effective number of sources."
         )
         figures.append(FigureBlock(f"What {arm.label} reads.", caption, panels))
     return figures
@@ -81,12 +91,19 @@ def average_sites(runs: Sequence[Mapping[str, Any]], role: str) -> list[Site]:
         if len(same) != len(runs):
             continue
         columns = zip(*(s["roles"][role]["weights"] for s in same), strict=True)
-        weights = dict(zip(site["sources"], (math.fsum(column) / len(same) for column in columns), strict=True))
+        names = [source.removesuffix(OPEN) for source in site["sources"]]
+        still_open = next((source.removesuffix(OPEN) for source in site["sources"] if source.endswith(OPEN)), None)
+        weights = dict(zip(names, (math.fsum(column) / len(same) for column in columns), strict=True))
         effective = [s["roles"][role].get("effective_sources") for s in same]
         kind = KINDS.get(site["kind"], site["kind"])
         label = kind if site["kind"] == "output" or site.get("layer") is None else f"{site['layer']} {kind}"
-        sites.append(Site(label, weights, None if None in effective else math.fsum(effective) / len(same)))
+        sites.append(Site(label, weights, still_open, None if None in effective else math.fsum(effective) / len(same)))
     return sites
+
+
+def any_open(averaged: Sequence[tuple[str, Sequence[Site]]]) -> bool:
+    """Whether some row of these heat maps reads an open block."""
+    return any(site.open_block for _, sites in averaged for site in sites)
 
 
 def _heat_panel(arm: Arm, role: str, sites: Sequence[Site], single: bool) -> Panel:
@@ -121,6 +138,8 @@ def _heat_panel(arm: Arm, role: str, sites: Sequence[Site], single: bool) -> Pan
                 box = {"xy": (x + 0.75, height - y - CELL_HEIGHT + 0.75), "width": cell - 1.5, "height": CELL_HEIGHT - 1.5, "transform": None}
                 figure.add_artist(Rectangle(**box, facecolor=color("surface"), edgecolor=color("rule"), linewidth=0.6))
                 figure.add_artist(Rectangle(**box, facecolor=color("heat"), alpha=min(1.0, max(0.0, weight)), linewidth=0))
+                if source == site.open_block:
+                    figure.add_artist(Rectangle(**box, facecolor="none", edgecolor=color("ink"), linewidth=0.9, linestyle=(0, (1.2, 1.8))))
                 if numbered:
                     canvas.text(figure, x + cell / 2, y + 15, f"{weight:.2f}", fontsize=canvas.SMALL_SIZE, ha="center",
                                 color=color("on-heat" if weight >= WHITE_FROM else "ink"))
@@ -132,7 +151,6 @@ def _heat_panel(arm: Arm, role: str, sites: Sequence[Site], single: bool) -> Pan
 
 def _divergence_panel(lines: Sequence[tuple[Arm, Sequence[Sequence[tuple[int, float]]]]]) -> Panel:
     entries = [(arm.index, arm.label) for arm, _ in lines]
-    width = 2 * canvas.WIDTH
 
     def paint(figure: Figure) -> None:
         from matplotlib.ticker import MaxNLocator
@@ -148,10 +166,10 @@ def _divergence_panel(lines: Sequence[tuple[Arm, Sequence[Sequence[tuple[int, fl
                 ax.plot([layer] * len(column), column, ".", color=hue, markersize=6, alpha=0.7, markeredgewidth=0)
             ax.plot(layers, [math.fsum(v) / len(v) for v in values], color=hue, linewidth=2.2, marker=canvas.marker(arm.index), markersize=6)
         ax.set_ylim(bottom=0)
-        ax.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+        ax.xaxis.set_major_locator(MaxNLocator(9, integer=True))
         ax.set_xlabel("layer", color=color("muted"), fontsize=canvas.TEXT_SIZE)
 
     words = "; ".join(f"{arm.label}, {numbers.plural(len(seeds), 'seed')}" for arm, seeds in lines)
-    height = 280 + canvas.legend_height([label for _, label in entries], width)
+    height = 280 + canvas.legend_height([label for _, label in entries])
     return canvas.draw("divergence", f"Jensen-Shannon divergence between query-key and value routing weights by layer. {words}.", paint,
-                       width=width, height=height)
+                       height=height)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from depthroute.common.config import fingerprint
 from depthroute.common.errors import RequestError
 from depthroute.common.files import read_json, read_json_lines
 
@@ -60,13 +61,14 @@ class Comparison:
 
 @dataclass(frozen=True)
 class StoredStudy:
-    """Everything the report is made from."""
+    """Everything the report is made from. `plan_intact` says whether the plan still has the hash written into it; None without one."""
 
     plan: Mapping[str, Any]
     arms: Sequence[Arm]
     seeds: Sequence[int]
     comparisons: Sequence[Comparison]
     endpoint_step: int | None
+    plan_intact: bool | None
     cells: Mapping[tuple[str, int], Cell]
 
     def complete(self, arm: Arm) -> list[Cell]:
@@ -109,7 +111,7 @@ def read_study(folder: Path) -> StoredStudy:
             raise RequestError(f"{folder / 'plan.json'} compares the arm {name!r}, which it does not define.")
     path = folder / "statistics.json"
     statistics = read_json(path) if path.exists() else {}
-    reasons = {(m["arm"], m["seed"]): m["reason"] for m in statistics.get("missing", [])}
+    reasons = {(m["arm"], m["seed"]): m["reason"].rstrip(".") for m in statistics.get("missing", [])}
     milestones = {(c["arm"], c["parent"]): [m for m in c["milestones"] if m["seeds"]] for c in statistics.get("comparisons", [])}
     endpoint_step = statistics.get("endpoint_step") or max(plan.get("milestones") or [0]) or None
     return StoredStudy(
@@ -121,11 +123,17 @@ def read_study(folder: Path) -> StoredStudy:
             for a, p in plan["comparisons"]
         ],
         endpoint_step=endpoint_step,
+        plan_intact=_intact(plan),
         cells={
             (arm, seed): _read_cell(folder / "runs" / arm / f"seed-{seed}", arm, seed, reasons.get((arm, seed)))
             for arm in arms for seed in plan["seeds"]
         },
     )
+
+
+def _intact(plan: Mapping[str, Any]) -> bool | None:
+    hashed = {name: value for name, value in plan.items() if name not in ("hash", "written_at")}
+    return fingerprint(hashed) == plan["hash"] if plan.get("hash") else None
 
 
 def _at(step: int | None, milestones: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:

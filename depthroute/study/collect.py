@@ -10,10 +10,9 @@ from typing import Any
 from depthroute.common.config import to_json
 from depthroute.common.errors import DepthrouteError, FailureError
 from depthroute.common.files import read_json, read_json_lines, write_json
-from depthroute.study.plan import cell_config, cells, check_matched, differences, read_plan, run_folder
+from depthroute.study.plan import Cell, cell_config, cells, check_matched, differences, read_plan, run_folder
 from depthroute.study.statistics import paired
-
-Cell = tuple[str, int]
+from depthroute.train import RunConfig
 
 
 def write_statistics(directory: Path, failures: Mapping[Cell, str]) -> dict[str, Any]:
@@ -52,6 +51,14 @@ def collect(directory: Path, failures: Mapping[Cell, str]) -> dict[str, Any]:
     return {"endpoint_step": plan["milestones"][-1], "comparisons": comparisons, "missing": missing}
 
 
+def is_complete(directory: Path, plan: Mapping[str, Any], cell: Cell) -> bool:
+    """Whether a cell needs no more work: it has a result and, where its method has source weights, their analysis."""
+    folder = run_folder(directory, *cell)
+    if not (folder / "result.json").exists():
+        return False
+    return (folder / "routing.json").exists() or not _has_source_weights(cell_config(plan, *cell))
+
+
 def check_complete(statistics: Mapping[str, Any]) -> None:
     """Refuse a study of which a cell is missing; for the exit status of a command.
 
@@ -62,6 +69,14 @@ def check_complete(statistics: Mapping[str, Any]) -> None:
     if missing:
         names = ", ".join(f"{entry['arm']} seed {entry['seed']}" for entry in missing)
         raise FailureError(f"{len(missing)} of the cells have no result ({names}). The first: {missing[0]['reason']}")
+
+
+def _has_source_weights(config: RunConfig) -> bool:
+    import torch
+
+    with torch.device("meta"):  # only the structure is asked for
+        residual = config.model.residual.build(config.model.body)
+    return bool(residual.source_names(config.model.body.sublayers))
 
 
 def _compare(
@@ -90,7 +105,8 @@ def _read_cell(directory: Path, plan: Mapping[str, Any], cell: Cell) -> dict[int
     if not (folder / "config.json").exists():
         raise FailureError("not started.")
     ran = {name: value for name, value in read_json(folder / "config.json").items() if name != "format"}
-    for name, there, planned in differences(ran, to_json(cell_config(plan, *cell))):
+    planned_config = to_json(cell_config(plan, *cell))
+    for name, there, planned in differences({**ran, "data": ""}, {**planned_config, "data": ""}):  # the fingerprint says which data
         raise FailureError(f"its run folder holds another run: {name} is {there} there and {planned} in the plan.")
     if not (folder / "result.json").exists():
         metrics = read_json_lines(folder / "metrics.jsonl")

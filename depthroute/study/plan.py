@@ -14,7 +14,9 @@ from typing import Any
 from depthroute.common.config import fingerprint, from_json, to_json
 from depthroute.common.errors import FailureError, RequestError, choose
 from depthroute.common.files import read_json, write_json
-from depthroute.train.config import RunConfig
+from depthroute.data import TokenDataset
+from depthroute.train import RunConfig
+from depthroute.train import resolve as resolve_run
 
 ENDPOINT = "validation NLL at the last milestone"
 # Arms exist to differ here; anything else a pair differs in must be declared.
@@ -22,6 +24,8 @@ ALWAYS_DIFFERS = ("model.residual",)
 # Pairs that differ in one of these are not pairs: they would not see the same batches in the same order.
 NEVER_DIFFERS = ("data_fingerprint", "train.seed")
 UNHASHED = ("written_at", "hash")
+
+Cell = tuple[str, int]  # the name of an arm, and a seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +56,11 @@ class Study:
     differs: tuple[str, ...] = ()
 
 
-def resolve(study: Study) -> dict[str, Any]:
+def plan_of(study: Study, written: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The plan of a study as `plan.json` holds it, but for `written_at` and `hash`.
+
+    Nothing is left to choose: "auto" becomes what this machine takes, or what `written`, a plan to be gone on with, says. An empty data
+    fingerprint becomes that of the data.
 
     Raises:
         RequestError: a comparison of an unknown arm or of an arm with itself, no or repeated seeds, milestones that do not rise within the
@@ -61,9 +68,9 @@ def resolve(study: Study) -> dict[str, Any]:
     """
     _check_names(study)
     _check_seeds(study.seeds)
-    configs = {name: _resolve_arm(study, arm) for name, arm in study.arms.items()}
-    for name, config in configs.items():
-        _check_milestones(name, study.milestones, config.train.steps)
+    data_fingerprint = study.base.data_fingerprint or TokenDataset.open(Path(study.base.data)).fingerprint
+    before = {arm["name"]: from_json(RunConfig, arm["config"]) for arm in written["arms"]} if written else {}
+    configs = {name: _resolve_arm(study, name, data_fingerprint, before.get(name)) for name in study.arms}
     plan = {
         "format": 1,
         "name": study.name,
@@ -74,7 +81,7 @@ def resolve(study: Study) -> dict[str, Any]:
         "seeds": list(study.seeds),
         "milestones": list(study.milestones),
         "endpoint": ENDPOINT,
-        "data_fingerprint": study.base.data_fingerprint,
+        "data_fingerprint": data_fingerprint,
     }
     check_matched(plan)
     return plan
@@ -84,19 +91,23 @@ def write_plan(study: Study, directory: Path) -> dict[str, Any]:
     """Write `directory/plan.json` with its hash, or find the same plan there; return the plan that is there now.
 
     Raises:
-        RequestError: the study is refused (see `resolve`), or the directory holds another plan, or runs without one.
+        RequestError: the study is refused (see `plan_of`), or the directory holds another plan, or runs without one.
         FailureError: the plan that is there was changed after it was written.
     """
-    plan, path = resolve(study), directory / "plan.json"
+    path = directory / "plan.json"
     if path.exists():
         written = read_plan(directory)
-        for name, there, here in differences({k: v for k, v in written.items() if k not in UNHASHED}, plan):
-            raise RequestError(
-                f"{path} holds another plan: {name} is {there} there and {here} here. Choose another folder, or run the plan that is there."
-            )
+        there, here = ({k: v for k, v in plan.items() if k not in UNHASHED} for plan in (written, plan_of(study, written)))
+        for name, old, new in differences(there, here):
+            if not name.endswith("].config.data"):  # where the data lies is not what it is; the fingerprint says that
+                raise RequestError(
+                    f"{path} holds another plan: {name} is {old} there and {new} here. "
+                    "Choose another folder, or run the plan that is there."
+                )
         return written
     if (directory / "runs").exists():
         raise RequestError(f"{directory} holds runs but no plan.json; a plan comes before its runs. Choose another folder.")
+    plan = plan_of(study)
     plan |= {"written_at": datetime.now(UTC).isoformat(timespec="seconds"), "hash": fingerprint(plan)}
     write_json(path, plan)
     return plan
@@ -120,7 +131,7 @@ def read_plan(directory: Path) -> dict[str, Any]:
     return plan
 
 
-def cells(plan: Mapping[str, Any]) -> list[tuple[str, int]]:
+def cells(plan: Mapping[str, Any]) -> list[Cell]:
     """Every (arm, seed) in the order of training: all arms of the first seed, then all of the next.
 
     A study that is stopped then holds complete pairs, and a machine that slows down slows every arm.
@@ -164,7 +175,9 @@ def check_matched(plan: Mapping[str, Any]) -> None:
                     f"Make them equal, or declare {name!r} in the study's `differs`."
                 )
             if any(_within(name, prefix) for prefix in NEVER_DIFFERS):
-                raise RequestError(f"{arm} and {parent} are not a pair: {name} is {left} in {arm} and {right} in {parent}. Make them equal.")
+                raise RequestError(
+                    f"{arm} and {parent} cannot be a pair: {name} is {left} in {arm} and {right} in {parent}. Make them equal."
+                )
 
 
 def differences(left: Any, right: Any, path: str = "") -> Iterator[tuple[str, str, str]]:
@@ -175,8 +188,8 @@ def differences(left: Any, right: Any, path: str = "") -> Iterator[tuple[str, st
             yield from differences(left.get(name, _ABSENT), right.get(name, _ABSENT), dotted)
     elif isinstance(left, list) and isinstance(right, list):
         for index in range(max(len(left), len(right))):
-            ends = (value[index] if index < len(value) else _ABSENT for value in (left, right))
-            yield from differences(*ends, f"{path}[{index}]")
+            one, other = (value[index] if index < len(value) else _ABSENT for value in (left, right))
+            yield from differences(one, other, f"{path}[{index}]")
     elif left != right or type(left) is not type(right):
         yield path, _text(left), _text(right)
 
@@ -192,9 +205,19 @@ def _within(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith((f"{prefix}.", f"{prefix}["))
 
 
-def _resolve_arm(study: Study, arm: Arm) -> RunConfig:
-    config = arm.config if isinstance(arm.config, RunConfig) else arm.config(study.base)
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, milestones=study.milestones))
+def _resolve_arm(study: Study, name: str, data_fingerprint: str, before: RunConfig | None) -> RunConfig:
+    given = study.arms[name].config
+    config = given if isinstance(given, RunConfig) else given(study.base)
+    steps = config.train.steps
+    rising = all(left < right for left, right in pairwise(study.milestones))
+    if not study.milestones or not rising or study.milestones[0] < 1 or study.milestones[-1] > steps:
+        raise RequestError(f"milestones = {study.milestones} are not allowed; they rise within the {steps} steps that {name} trains.")
+    config = dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, milestones=study.milestones),
+        data_fingerprint=config.data_fingerprint or data_fingerprint,
+    )
+    return resolve_run(config, before)
 
 
 def _check_names(study: Study) -> None:
@@ -217,9 +240,3 @@ def _check_seeds(seeds: tuple[int, ...]) -> None:
     for seed in seeds:
         if seeds.count(seed) > 1:
             raise RequestError(f"seeds holds {seed} more than once; every pair needs a seed of its own.")
-
-
-def _check_milestones(arm: str, milestones: tuple[int, ...], steps: int) -> None:
-    rising = all(left < right for left, right in pairwise(milestones))
-    if not milestones or not rising or milestones[0] < 1 or milestones[-1] > steps:
-        raise RequestError(f"milestones = {milestones} are not allowed; they rise within the {steps} steps that {arm} trains.")

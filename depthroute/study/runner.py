@@ -7,30 +7,29 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import depthroute
 from depthroute.common.errors import RequestError
-from depthroute.common.files import write_text
-from depthroute.study.collect import Cell, is_complete, write_statistics
-from depthroute.study.plan import Study, cells, read_plan, run_folder, write_plan
+from depthroute.common.files import explain_os_errors
+from depthroute.study.collect import is_complete, write_statistics
+from depthroute.study.plan import Cell, Study, cells, read_plan, run_folder, write_plan
 from depthroute.study.progress import Progress
-from depthroute.study.worker import STOPPED
 
 POLL_SECONDS = 0.1
+STOPPED = 130  # exit status of a worker that was interrupted and can go on
 
 
 def run_study(study: Study | None, directory: Path, *, workers: int = 1, console: bool = True) -> dict[str, Any]:
     """Run every cell of a study that is not whole yet, and return its statistics.
 
     Cells run in processes of their own, all arms of a seed before the next seed. A cell that fails is written down under `missing` with
-    its reason (its whole output goes to `runs/ARM/seed-S.error.txt`), and the others go on. `statistics.json` is rewritten after every
+    its reason (and its output kept in `runs/ARM/seed-S.output.txt`), and the others go on. `statistics.json` is rewritten after every
     cell. `depthroute.study.collect.check_complete` turns the result into an error where a cell is missing.
 
     Args:
@@ -46,7 +45,7 @@ def run_study(study: Study | None, directory: Path, *, workers: int = 1, console
     """
     plan = read_plan(directory) if study is None else write_plan(study, directory)
     _check_workers(plan, workers)
-    with _only_one(directory) as lock, Progress(plan, directory, enabled=console) as progress:
+    with _only_one(directory) as lock, Progress(plan, directory, visible=console) as progress:
         failures: dict[Cell, str] = {}
         waiting = [cell for cell in cells(plan) if not is_complete(directory, plan, cell)]
         running: list[_Worker] = []
@@ -59,7 +58,7 @@ def run_study(study: Study | None, directory: Path, *, workers: int = 1, console
                 progress.update([worker.cell for worker in running])
                 for worker in [worker for worker in running if worker.process.poll() is not None]:
                     running.remove(worker)
-                    reason = _end(directory, worker)
+                    reason = _end(worker)
                     if reason is not None:
                         failures[worker.cell] = reason
                     progress.ended(worker.cell, reason)
@@ -80,7 +79,7 @@ def run_study(study: Study | None, directory: Path, *, workers: int = 1, console
 class _Worker:
     cell: Cell
     process: subprocess.Popen[bytes]
-    output: IO[bytes]
+    output: Path
 
 
 def worker_command(directory: Path, cell: Cell) -> list[str]:
@@ -89,35 +88,31 @@ def worker_command(directory: Path, cell: Cell) -> list[str]:
 
 
 def _start(directory: Path, cell: Cell, lock: int) -> _Worker:
-    output = tempfile.TemporaryFile()  # a pipe that nobody empties would stop a talkative worker
     root = str(Path(depthroute.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    process = subprocess.Popen(
-        worker_command(directory, cell),
-        stdin=subprocess.PIPE,  # closing it is how a worker is asked to stop, and dying closes it
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONPATH": path},
-        start_new_session=True,  # Ctrl-C in the terminal is for the study to pass on, once
-        pass_fds=(lock,),
-    )
+    output = run_folder(directory, *cell).with_suffix(".output.txt")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with explain_os_errors(output, "writing"), output.open("wb") as file:
+        process = subprocess.Popen(
+            worker_command(directory, cell),
+            stdin=subprocess.PIPE,  # closing it is how a worker is asked to stop, and dying closes it
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C in the terminal is for the study to pass on, once
+            pass_fds=(lock,),
+        )
     return _Worker(cell, process, output)
 
 
-def _end(directory: Path, worker: _Worker) -> str | None:
+def _end(worker: _Worker) -> str | None:
     """Clean up after a worker that ended; the reason if its cell did not."""
     status = worker.process.wait()
     _close_input(worker)
-    with worker.output as output:
-        output.seek(0)
-        said = output.read().decode("utf-8", errors="replace").strip()
-    report = run_folder(directory, *worker.cell).with_suffix(".error.txt")
-    if status == 0:
-        report.unlink(missing_ok=True)
-        return None
-    if status == STOPPED:
-        return "stopped from outside; run the study again to go on."
-    write_text(report, f"exit status {status}\n{said}\n")
+    said = worker.output.read_text(encoding="utf-8", errors="replace").strip()
+    if status in (0, STOPPED):
+        worker.output.unlink()
+        return None if status == 0 else "stopped from outside; run the study again to go on."
     if status < 0:
         hint = ", which is what a machine out of memory does" if -status == signal.SIGKILL else ""
         return f"its process was killed by {signal.Signals(-status).name}{hint}; run the study again to go on."
@@ -134,9 +129,8 @@ def _stop(running: list[_Worker]) -> None:
     except KeyboardInterrupt:
         for worker in running:
             worker.process.kill()
-            worker.process.wait()
     for worker in running:
-        worker.output.close()
+        _end(worker)
 
 
 def _close_input(worker: _Worker) -> None:

@@ -6,27 +6,29 @@ Peak memory is counted per process, and a cell that crashes does not take the ot
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
 import threading
 from pathlib import Path
 
+from depthroute.analysis.routing import write_routing
 from depthroute.common.errors import DepthrouteError
 from depthroute.study.plan import cell_config, read_plan, run_folder
-
-STOPPED = 130
+from depthroute.study.runner import STOPPED
+from depthroute.train import train
 
 
 def main(directory: Path, arm: str, seed: int) -> int:
     """Train one cell of the plan in `directory`, or go on with it, then write down what its model reads; return the exit status."""
-    from depthroute.analysis.routing import write_routing
-    from depthroute.train.loop import train
-
     stop_with_the_study()
     try:
         folder = run_folder(directory, arm, seed)
-        train(cell_config(read_plan(directory), arm, seed), folder, console=False)
+        config = cell_config(read_plan(directory), arm, seed)
+        if not Path(config.data).exists():  # the study was moved; the fingerprint says whether this is the same data
+            config = dataclasses.replace(config, data=str(directory / "data"))
+        train(config, folder, console=False)
         write_routing(folder)
     except KeyboardInterrupt:
         return STOPPED

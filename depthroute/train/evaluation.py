@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from depthroute.common.errors import FailureError, RequestError
+from depthroute.common.errors import FailureError
 from depthroute.data import evaluation_windows
 from depthroute.model import Decoder
 from depthroute.train.config import Device, Precision
@@ -44,21 +44,16 @@ def evaluate(
     model.eval()
     try:
         with torch.no_grad():
-            for windows in evaluation_windows(tokens, context, limit_tokens):
-                for batch in torch.from_numpy(windows).split(microbatch):
-                    if stop():
-                        return None
-                    batch = batch.to(device)
-                    with autocast(device, precision):
-                        losses = model.token_nll(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
-                    total += losses.sum(dtype=torch.float64).item()
-                    count += losses.numel()
+            for windows in evaluation_windows(tokens, context, limit_tokens, sequences=microbatch):
+                if stop():
+                    return None
+                batch = torch.from_numpy(windows).to(device)
+                with autocast(device, precision):
+                    losses = model.token_nll(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
+                total += losses.sum(dtype=torch.float64).item()
+                count += losses.numel()
     finally:
         model.train(was_training)
-    if count == 0:
-        raise RequestError(
-            f"the {len(tokens)} validation tokens do not fill one window of {context + 1}; use more data or a shorter model.context."
-        )
     nll = total / count
     if not math.isfinite(nll):
         raise FailureError(f"the validation loss is {nll}: the weights of this model give no probabilities any more.")

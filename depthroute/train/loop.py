@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from depthroute.common.config import to_json
 from depthroute.common.errors import FailureError, RequestError
 from depthroute.common.files import read_json
 from depthroute.data import BatchOrder, TokenDataset
@@ -56,10 +57,10 @@ def train(config: RunConfig, directory: Path, *, console: bool = True) -> dict[s
     if result is not None:
         return result
     data = TokenDataset.open(Path(config.data))
-    config = _with_fingerprint(config, data)
+    config = _for_data(config, data)
     folder = RunFolder(directory)
     with _threads(config.train.threads), Interruption() as interruption:
-        facts = environment(config.train.device) | {"data": dict(data.manifest)}
+        facts = environment(config.train.device) | {"data": to_json(data.manifest)}
         with folder.claimed(config, facts):
             return _Run(config, folder, data, interruption).complete(facts, visible=console)
 
@@ -84,12 +85,9 @@ def accumulate_gradients(model: Decoder, batch: Tensor, config: RunConfig) -> Te
     count = batch.shape[0] * (batch.shape[1] - 1)
     for part in batch.split(settings.microbatch or len(batch)):
         with autocast(settings.device, settings.precision):
-            sums = model.loss(part[:, :-1].contiguous(), part[:, 1:].contiguous())
-        objective = sums.nll / count
-        if settings.z_loss:
-            objective = objective + sums.z * (settings.z_loss / count)
-        objective.backward()
-        total += sums.nll.detach()
+            sums = model.loss(part[:, :-1].contiguous(), part[:, 1:].contiguous(), settings.z_loss)
+        (sums.objective / count).backward()
+        total += sums.nll
     return total
 
 
@@ -157,7 +155,7 @@ class _Run:
         settings = self.settings
         console.line(
             f"{facts['started_at']}  {counts['total']:,} parameters, {settings.steps} steps of {self.config.tokens_per_step:,} tokens, "
-            f"{settings.precision} on {settings.device}, {facts['threads']} threads"
+            f"{settings.precision} on {settings.device}, threads: {facts['threads']}"
         )
         if self.step:
             console.line(f"continuing after step {self.step}")
@@ -263,7 +261,12 @@ class _Run:
         }
 
 
-def _with_fingerprint(config: RunConfig, data: TokenDataset) -> RunConfig:
+def _for_data(config: RunConfig, data: TokenDataset) -> RunConfig:
+    if data.vocabulary > config.model.vocabulary:
+        raise RequestError(
+            f"model.vocabulary is {config.model.vocabulary} and the tokenizer of {config.data} has {data.vocabulary} entries; "
+            "it must be at least as many."
+        )
     if config.data_fingerprint not in ("", data.fingerprint):
         raise RequestError(
             f"the data in {config.data} has the fingerprint {data.fingerprint}, and the configuration asks for {config.data_fingerprint}; "

@@ -52,11 +52,12 @@ class RunFolder:
             except BlockingIOError:
                 raise RequestError(f"another process is training in {self.path}; wait for it, or choose another folder.") from None
             recorded = recorded_config(self.path)
-            if recorded is None:
-                write_json(self.path / "environment.json", environment)
             if recorded != config:
                 refuse_other_configuration(self.path, recorded, config)
+                # first of all files: it makes the folder ours, so that a crash right here does not lock us out
                 write_json(self.path / "config.json", {"format": FORMAT, **to_json(config)})
+            if not (self.path / "environment.json").exists():
+                write_json(self.path / "environment.json", environment)
             yield
 
     def cut_back(self, step: int) -> None:

@@ -1,0 +1,40 @@
+"""Text to documents, split, tokenizer, token shards and batches."""
+
+from __future__ import annotations
+
+from depthroute.data.batches import BatchOrder, TokenDataset, evaluation_windows
+from depthroute.data.corpus import ContentHash, Corpus, DocstringCorpus, Document, docstring_corpus
+from depthroute.data.manifest import Manifest, PrepareConfig, SplitFacts, read_manifest
+from depthroute.data.prepare import open_corpus, prepare
+from depthroute.data.readers import FileCorpus
+from depthroute.data.split import SPLITS, DocumentSplit, Split, document_hash
+from depthroute.data.tokenizer import BOS, EOS, PAD, UNK, TextTokenizer, load_tokenizer, train_tokenizer
+
+__all__ = [
+    "BOS",
+    "EOS",
+    "PAD",
+    "SPLITS",
+    "UNK",
+    "BatchOrder",
+    "ContentHash",
+    "Corpus",
+    "DocstringCorpus",
+    "Document",
+    "DocumentSplit",
+    "FileCorpus",
+    "Manifest",
+    "PrepareConfig",
+    "Split",
+    "SplitFacts",
+    "TextTokenizer",
+    "TokenDataset",
+    "docstring_corpus",
+    "document_hash",
+    "evaluation_windows",
+    "load_tokenizer",
+    "open_corpus",
+    "prepare",
+    "read_manifest",
+    "train_tokenizer",
+]

@@ -1,0 +1,250 @@
+"""From documents to token shards: split, tokenizer, tokens, manifest. Two passes over a stream of documents, which is never held."""
+
+from __future__ import annotations
+
+import fcntl
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from depthroute.common.config import to_json
+from depthroute.common.errors import FailureError, RequestError
+from depthroute.common.files import explain_os_errors, read_json, write_json
+from depthroute.data.corpus import ContentHash, Corpus, Document, docstring_corpus
+from depthroute.data.manifest import (
+    FORMAT,
+    MANIFEST,
+    CorpusFacts,
+    Manifest,
+    PrepareConfig,
+    Skipped,
+    Splits,
+    TokenizerFacts,
+    read_manifest,
+)
+from depthroute.data.readers import FileCorpus
+from depthroute.data.shards import ShardWriter, check_files, dtype_for, file_facts
+from depthroute.data.split import HASH_RANGE, SPLITS, DocumentSplit
+from depthroute.data.tokenizer import train_tokenizer
+
+DOCSTRINGS = "docstrings"
+TOKENIZER = "tokenizer.json"
+SOURCE = "source.json"
+"""Written first: it marks the directory as ours, and holds the stamp of the corpus, which shows the next call that nothing has changed."""
+BATCH_DOCUMENTS, BATCH_CHARACTERS = 256, 2**21
+
+Report = Callable[[str], None]
+
+
+def prepare(config: PrepareConfig, directory: Path, *, report: Report | None = None) -> Manifest:
+    """Fill `directory` with token shards, a tokenizer and a manifest, or return the manifest at once if it is already filled from the same
+    configuration and corpus. After a crash the next call starts over in the same directory. Two processes may call it at the same time: one
+    works, the other waits.
+
+    Args:
+        report: called with a line about what is being done, a few times in all.
+
+    Raises:
+        RequestError: the directory was prepared with another configuration or from another corpus, or is not empty and not ours; the corpus
+            has no documents, or none for training, for the tokenizer or for validation; or the source is refused (see `FileCorpus`).
+        FailureError: the source or the directory's files are damaged, or the disk is full.
+    """
+    tell: Report = report or (lambda line: None)
+    corpus = open_corpus(config, report=tell)
+    if directory.exists() and not directory.is_dir():
+        raise RequestError(f"{directory} is a file; give the path of a directory.")
+    with explain_os_errors(directory, "creating"):
+        directory.mkdir(parents=True, exist_ok=True)
+    if (directory / MANIFEST).exists():  # without the lock, so that a directory nobody may write to can be used
+        return _existing(config, corpus, directory, tell)
+    with _lock(directory, tell):
+        if (directory / MANIFEST).exists():
+            return _existing(config, corpus, directory, tell)
+        if not (directory / SOURCE).exists() and any(not path.name.startswith(".") for path in directory.iterdir()):
+            raise RequestError(f"{directory} is not empty and holds no prepared data; give an empty or a new directory.")
+        write_json(directory / SOURCE, corpus.stamp())
+        return _prepare(config, corpus, directory, tell)
+
+
+def open_corpus(config: PrepareConfig, *, report: Report | None = None) -> Corpus:
+    """The corpus that `config.source` names.
+
+    Raises:
+        RequestError: the source does not exist or is of a kind that cannot be read, or the docstrings are asked for by column.
+    """
+    if config.source != DOCSTRINGS:
+        return FileCorpus(Path(config.source), text_column=config.text_column, id_column=config.id_column)
+    if (config.text_column, config.id_column) != ("text", None):
+        raise RequestError("text_column and id_column belong to files; leave them out, or give a path as the source.")
+    return docstring_corpus(report=report)
+
+
+def _existing(config: PrepareConfig, corpus: Corpus, directory: Path, tell: Report) -> Manifest:
+    manifest = read_manifest(directory)
+    before, now = to_json(manifest.prepare), to_json(config)
+    for name in now:
+        # The same documents may have moved: the content hash below decides about the source, not its path.
+        if name != "source" and before[name] != now[name]:
+            raise RequestError(
+                f"{directory} was prepared with {name} {before[name]!r}, not {now[name]!r}; give another directory, or delete this one."
+            )
+    check_files(directory, manifest, hashes=False)
+    stamp = to_json(corpus.stamp())
+    path = directory / SOURCE
+    if not path.exists() or read_json(path) != stamp:
+        tell("the source's files have changed since the data were prepared; comparing their content")
+        content = ContentHash()
+        for document in corpus.documents(Counter()):
+            content.add(document)
+        if content.hexdigest() != manifest.corpus.content_hash:
+            raise RequestError(
+                f"{directory} was prepared from another corpus ({manifest.corpus.name}, content {manifest.corpus.content_hash[:12]}, now "
+                f"{content.hexdigest()[:12]}); give another directory, or delete this one."
+            )
+        with suppress(FailureError):  # it only saves the next call the comparison
+            write_json(path, stamp)
+    return manifest
+
+
+def _prepare(config: PrepareConfig, corpus: Corpus, directory: Path, tell: Report) -> Manifest:
+    split = DocumentSplit(
+        validation_share=config.validation_share, test_share=config.test_share, sample_one_in=config.sample_one_in, salt=config.salt
+    )
+    tell(f"training a tokenizer of {config.vocabulary} entries on one training document in {config.sample_one_in}")
+    first = _FirstPass(config, corpus, split)
+    tokenizer = train_tokenizer(first.sample(), config.vocabulary)
+    tokenizer.save(directory / TOKENIZER)
+    tell(f"tokenizing {first.documents} documents with {tokenizer.vocabulary} entries")
+    with ExitStack() as stack:
+        writers = {}
+        for name in SPLITS:
+            writers[name] = ShardWriter(directory, name, tokenizer.vocabulary)
+            stack.callback(writers[name].close)
+        content = ContentHash()
+        for batch in _batches(corpus.documents(Counter())):
+            ids: dict[str, list[list[int]]] = {name: [] for name in SPLITS}
+            text_bytes = dict.fromkeys(SPLITS, 0)
+            for document, document_ids in zip(batch, tokenizer.encode_batch([text for _, text in batch]), strict=True):
+                content.add(document)
+                name = split.split_of(document.id)
+                ids[name].append(document_ids)
+                text_bytes[name] += len(document.text.encode("utf-8"))
+            for name in SPLITS:
+                writers[name].add(ids[name], text_bytes[name])
+        if content.hexdigest() != first.content.hexdigest():
+            raise FailureError(f"the corpus {corpus.name} changed while it was being read; prepare it again when nothing writes to it.")
+        finished = {name: writers[name].finish() for name in SPLITS}
+    train = finished["train"][0]
+    saved = file_facts(directory / TOKENIZER)
+    manifest = Manifest(
+        format=FORMAT,
+        corpus=CorpusFacts(name=corpus.name, content_hash=content.hexdigest(), contents=corpus.contents, missing=corpus.missing),
+        prepare=config,
+        tokenizer=TokenizerFacts(
+            sha256=saved.sha256, training_documents=first.sampled_documents, training_bytes=first.sampled_bytes
+        ),
+        vocabulary=tokenizer.vocabulary,
+        dtype=dtype_for(tokenizer.vocabulary),
+        splits=Splits(train=train, validation=finished["validation"][0], test=finished["test"][0]),
+        skipped=tuple(Skipped(reason=reason, count=count) for reason, count in sorted(first.skipped.items()) if count),
+        unigram_entropy_nats=_entropy(writers["train"].token_counts),
+        bytes_per_token=train.bytes / train.tokens,
+        files=(saved, *(facts for name in SPLITS for facts in finished[name][1])),
+    )
+    manifest.write(directory)
+    tell(f"{train.tokens} training and {manifest.splits.validation.tokens} validation tokens")
+    return manifest
+
+
+@dataclass
+class _FirstPass:
+    """Counts and hashes all documents while it hands the tokenizer its sample."""
+
+    config: PrepareConfig
+    corpus: Corpus
+    split: DocumentSplit
+    skipped: Counter[str] = field(default_factory=Counter)
+    content: ContentHash = field(default_factory=ContentHash)
+    counts: Counter[str] = field(default_factory=Counter)
+    sampled_documents: int = 0
+    sampled_bytes: int = 0
+    lowest_hash: int = HASH_RANGE
+
+    @property
+    def documents(self) -> int:
+        return self.counts.total()
+
+    def sample(self) -> Iterator[str]:
+        for document in self.corpus.documents(self.skipped):
+            self.content.add(document)
+            self.counts[self.split.split_of(document.id)] += 1
+            self.lowest_hash = min(self.lowest_hash, self.split.split_hash(document.id))
+            if self.split.trains_tokenizer(document.id):
+                self.sampled_documents += 1
+                self.sampled_bytes += len(document.text.encode("utf-8"))
+                yield document.text
+        self._refuse_empty_parts()
+
+    def _refuse_empty_parts(self) -> None:
+        """Raised inside the tokenizer's iterator, so before the merges are computed."""
+        config, documents, name = self.config, self.documents, self.corpus.name
+        if documents == 0:
+            left_out = "; ".join(f"{count} {reason}" for reason, count in sorted(self.skipped.items()) if count)
+            raise RequestError(f"the corpus {name} has no documents ({left_out or 'its files are empty'}).")
+        if self.counts["validation"] == 0:
+            needed = (self.lowest_hash + 1) / HASH_RANGE
+            if documents == 1 or needed + config.test_share >= 1:
+                raise RequestError(
+                    f"the corpus {name} has {documents} document{'s' * (documents > 1)}, too few to set one aside for validation; give "
+                    "every document a row of a JSONL file or a text file of its own."
+                )
+            raise RequestError(
+                f"none of the {documents} documents of {name} fell into validation at validation_share {config.validation_share}; "
+                f"raise validation_share above {needed:.4f}."
+            )
+        if self.counts["train"] == 0:
+            raise RequestError(f"none of the {documents} documents of {name} fell into training; lower validation_share and test_share.")
+        if self.sampled_documents == 0:
+            raise RequestError(
+                f"none of the {self.counts['train']} training documents of {name} fell into the tokenizer's sample; set sample_one_in to 1."
+            )
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Enough documents to keep every core busy, few enough to hold."""
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
+        if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _entropy(counts: np.ndarray[Any, np.dtype[np.int64]]) -> float:
+    """Of the empirical distribution of counts [V], in nats."""
+    probabilities = counts[counts > 0] / counts.sum()
+    return float(-(probabilities * np.log(probabilities)).sum())
+
+
+@contextmanager
+def _lock(directory: Path, tell: Report) -> Iterator[None]:
+    """Held by the one process that prepares the directory; the system releases it when the process ends, however it ends."""
+    path = directory / ".lock"
+    with explain_os_errors(path, "writing"):
+        file = path.open("w")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            tell(f"another process is preparing {directory}; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

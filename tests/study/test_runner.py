@@ -1,0 +1,127 @@
+"""The runner over made-up cells: what it runs, in which order, and what a cell that goes wrong leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from depthroute.common.errors import RequestError
+from depthroute.common.files import read_json
+from depthroute.study.plan import Arm, Study
+from depthroute.study.runner import run_study
+
+pytestmark = pytest.mark.usefixtures("fake_worker")
+
+
+def started(folder: Path) -> list[str]:
+    path = folder / "started.txt"
+    return [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_every_cell_runs_once_in_pairs_and_the_statistics_follow(study: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    statistics = run_study(study, tmp_path)
+    assert started(tmp_path) == ["plain/7", "block/7", "plain/3", "block/3"]
+    assert statistics == read_json(tmp_path / "statistics.json")
+    assert statistics["missing"] == []
+    assert statistics["comparisons"][0]["milestones"][-1]["wins"] == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("[1/4] plain seed 7: validation NLL 3.4700, 160 tokens/s")
+    assert lines[-1].startswith("[4/4] block seed 3")
+    assert list(tmp_path.glob("runs/*/*.output.txt")) == []
+    # Nothing is left to do, with the study or with the folder alone.
+    assert run_study(study, tmp_path, console=False) == run_study(None, tmp_path, console=False) == statistics
+    assert len(started(tmp_path)) == 4
+    assert capsys.readouterr().out == ""
+
+
+def test_cells_that_fail_are_recorded_and_the_others_go_on(study: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    behaviour = tmp_path / "behaviour.json"
+    behaviour.write_text(json.dumps({"plain/7": "refuse", "block/7": "traceback", "plain/3": "kill", "block/3": "silent"}))
+    statistics = run_study(study, tmp_path)
+    reasons = {(entry["arm"], entry["seed"]): entry["reason"] for entry in statistics["missing"]}
+    assert reasons == {
+        ("plain", 7): "no room for the data; free some space.",
+        ("block", 7): "ValueError: a bug",
+        ("plain", 3): "its process was killed by SIGKILL, which is what a machine out of memory does; run the study again to go on.",
+        ("block", 3): "its process ended with status 3 and said nothing.",
+    }
+    assert "Traceback" in (tmp_path / "runs/block/seed-7.output.txt").read_text()
+    assert "[0/4] plain seed 7: no result: no room for the data" in capsys.readouterr().out
+    behaviour.write_text(json.dumps({"block/3": "refuse"}))
+    statistics = run_study(None, tmp_path, console=False)
+    assert [(entry["arm"], entry["seed"]) for entry in statistics["missing"]] == [("block", 3)]
+    assert statistics["comparisons"][0]["milestones"][-1]["seeds"] == [7]
+    assert len(started(tmp_path)) == 8
+    assert not (tmp_path / "runs/block/seed-7.output.txt").exists()
+
+
+def test_ctrl_c_lets_the_cells_write_a_checkpoint_and_the_study_goes_on_later(
+    study: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    behaviour = tmp_path / "behaviour.json"
+    behaviour.write_text(json.dumps({"plain/7": "sleep", "block/7": "sleep"}))
+
+    def interrupt() -> None:
+        wait_for(lambda: len(list(tmp_path.glob("runs/*/seed-7/evaluations.jsonl"))) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        run_study(study, tmp_path, workers=2)
+    assert (tmp_path / "runs/plain/seed-7/checkpoint").exists()
+    assert (tmp_path / "runs/block/seed-7/checkpoint").exists()
+    assert "The same command goes on from here." in capsys.readouterr().out
+    reasons = [entry["reason"] for entry in read_json(tmp_path / "statistics.json")["missing"]]
+    assert reasons == ["stopped after step 3; run the study again to go on."] * 2 + ["not started."] * 2
+    behaviour.unlink()
+    assert run_study(study, tmp_path, console=False)["missing"] == []
+
+
+def test_two_workers_train_at_the_same_time(study: Study, tmp_path: Path) -> None:
+    (tmp_path / "behaviour.json").write_text(json.dumps({"plain/7": "meet", "block/7": "meet"}))
+    statistics = run_study(study, tmp_path, workers=2, console=False)
+    assert statistics["missing"] == []
+    assert sorted(started(tmp_path)[:2]) == ["block/7", "plain/7"]
+
+
+def test_a_study_that_is_being_run_is_refused(study: Study, tmp_path: Path) -> None:
+    (tmp_path / "behaviour.json").write_text(json.dumps({"plain/7": "sleep"}))
+    refused: list[Exception] = []
+
+    def second() -> None:
+        wait_for(lambda: started(tmp_path) != [])
+        try:
+            run_study(None, tmp_path, console=False)
+        except RequestError as error:
+            refused.append(error)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=second, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        run_study(study, tmp_path, console=False)
+    assert "is being run by another process" in str(refused[0])
+
+
+def test_parallel_workers_need_threads_in_the_plan(study: Study, tmp_path: Path) -> None:
+    base = dataclasses.replace(study.base, train=dataclasses.replace(study.base.train, threads=None))
+    unset = dataclasses.replace(study, base=base, arms={**study.arms, "plain": Arm(label="Plain", config=base)})
+    with pytest.raises(RequestError, match=r"workers = 2 needs train\.threads in the plan, and plain leaves it open"):
+        run_study(unset, tmp_path, workers=2)
+    with pytest.raises(RequestError, match="workers = 0 is not allowed"):
+        run_study(study, tmp_path / "other", workers=0)
+    assert started(tmp_path) == []
