@@ -1,1 +1,1 @@
-"""What depth routing costs: parameters and FLOPs as closed formulas over plain numbers. Knows no module and needs no torch."""
+"""What depth routing costs: parameters and FLOPs as closed formulas over plain numbers, and a summary of a model shape."""

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-WIDTH = 440
-MARGIN = 10
+WIDTH = 420
+MARGIN = 2
 TITLE_SIZE, TEXT_SIZE, SMALL_SIZE = 14.0, 12.5, 11.5
 LINE_HEIGHT = 18.0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
@@ -69,32 +69,37 @@ def step_axis(ax: Axes, last: int) -> None:
     """A horizontal axis that counts optimiser steps."""
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-    ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    ax.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 2.5, 5, 10]))
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     ax.set_xlim(right=last * 1.015)
-    ax.set_xlabel("optimiser step", color=color("muted"), fontsize=TEXT_SIZE, labelpad=4)
+    ax.set_xlabel("optimiser step", color=color("muted"), fontsize=TEXT_SIZE, labelpad=3)
 
 
-def decimal_ticks(axis: Axis, span: float) -> None:
-    """About four ticks on an axis of `span`, all with the same number of decimals and a true minus sign."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+def decimal_ticks(axis: Axis, low: float, high: float, ticks: int = 5) -> None:
+    """At most `ticks` intervals between `low` and `high`; all numbers with the decimals that the interval needs, and a true minus sign."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
-    decimals = 1 if span > 1 else 2 if span > 0.06 else 3 if span > 0.006 else 4
-    axis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.{decimals}f}".replace("-", MINUS)))
+    places = [place for place in MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high) if low <= place <= high]
+    gap = places[1] - places[0] if len(places) > 1 else high - low
+    decimals = next((d for d in range(1, 6) if abs(round(gap, d) - gap) < 1e-3 * gap), 6)
+    axis.set_major_locator(FixedLocator(places))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.{decimals}f}".replace(f"-{0:.{decimals}f}", f"{0:.{decimals}f}").replace("-", MINUS)))
 
 
 def heading(figure: Figure, title: str, subtitle: str) -> float:
     """A bold title and a muted line under it, which says what the vertical axis shows; returns the pixels used from the top."""
     width = figure.get_size_inches()[0] * 72
-    y = MARGIN
-    for line in wrapped(title, width - 2 * MARGIN, TITLE_SIZE * 1.08):
-        text(figure, MARGIN, y + 12, line, fontsize=TITLE_SIZE, fontweight="bold")
+    y = MARGIN + 12.0
+    for line in wrapped(title, width, TITLE_SIZE * 1.08):
+        text(figure, MARGIN, y, line, fontsize=TITLE_SIZE, fontweight="bold")
         y += LINE_HEIGHT
-    for line in wrapped(subtitle, width - 2 * MARGIN, TEXT_SIZE):
-        text(figure, MARGIN, y + 12, line, color=color("muted"))
-        y += LINE_HEIGHT - 1
-    return y + 4
+    text(figure, MARGIN, y, cut(subtitle, width, TEXT_SIZE), color=color("muted"))
+    return heading_height(title, width)
+
+
+def heading_height(title: str, width: float = WIDTH) -> float:
+    """The pixels that `heading` will use."""
+    return MARGIN + LINE_HEIGHT * (len(wrapped(title, width, TITLE_SIZE * 1.08)) + 1) + 4
 
 
 def legend_rows(labels: Sequence[str], width: float) -> list[list[tuple[int, float, str]]]:

@@ -13,6 +13,7 @@ from depthroute.report.routing_plots import divergence_figure, heat_figures
 from depthroute.report.stored import Arm, Cell, Comparison, StoredStudy
 
 ABSENT = object()
+FEW = 4  # comparisons that are told one by one; more are counted, and their pairs folded away
 
 
 def compose(study: StoredStudy) -> Document:
@@ -68,18 +69,18 @@ def _setup(study: StoredStudy, data: Mapping[str, Any]) -> list[Block]:
 
 def _results(study: StoredStudy) -> list[Block]:
     compared = [c for c in study.comparisons if c.endpoint is not None]
-    waiting = [c for c in study.comparisons if c.endpoint is None]
     blocks: list[Block] = [Paragraph([
         f"The endpoint is the {study.plan.get('endpoint', 'validation NLL at the last milestone')}"
         + (f", step {study.endpoint_step:,}" if study.endpoint_step else "")
         + ". A difference is arm minus parent within one seed, in nats per token: negative is better. The t interval is the headline."
     ])]
-    if len(study.comparisons) > 1:
-        blocks.append(Bullets(findings.other_comparisons(study)))
-    elif waiting:
+    if not compared:
         blocks.append(Paragraph("No pair is complete yet, so there is nothing to compare."))
+    elif len(study.comparisons) > 1:
+        blocks.append(findings.other_comparisons(study, FEW))
     if compared:
-        blocks += [_summary_table(compared), _seed_table(compared)]
+        pairs = _seed_table(compared)
+        blocks += [_summary_table(compared), pairs if len(compared) <= FEW else Details("Every pair, seed by seed", [pairs])]
     return blocks + _figures(endpoints_figure(study), gap_figure(study))
 
 
@@ -117,8 +118,8 @@ def _seed_table(compared: Sequence[Comparison]) -> Table:
         ]]
         groups.append((comparison.name, rows, closing if len(rows) > 1 else []))
     return Table(
-        "Every pair at the endpoint. NLL in nats per token; perplexity is the arm's relative to its parent's.",
-        ["Seed", "Arm NLL", "Parent NLL", "Difference", "Perplexity"], groups,
+        "Every pair at the endpoint: both validation NLLs and their difference in nats per token, and the arm's perplexity relative to its parent's.",
+        ["Seed", "Arm", "Parent", "Difference", "Perplexity"], groups,
     )
 
 
@@ -137,9 +138,9 @@ def _cost(study: StoredStudy) -> list[Block]:
             numbers.duration(_mean(done, "training_seconds")), numbers.nats(_mean(done, "nll")),
         ])
     return [Table(
-        "Means over the complete seeds. Tokens per second are the median over steps, data and optimiser included. Relative columns compare with "
-        "the arm's parent over the seeds that both have.",
-        ["Arm", "Parent", "Parameters", "Added by the method", "Tokens/s", "relative", "Peak memory", "relative", "Training time", "NLL, nats"],
+        "Means over the complete seeds. Added are the parameters of the residual method. Tokens per second are the median over steps, data and "
+        "optimiser included. Relative columns compare with the arm's parent over the seeds that both have.",
+        ["Arm", "Parent", "Parameters", "Added", "Tokens/s", "relative", "Peak memory", "relative", "Training", "NLL, nats"],
         [(None, rows, [])], text_columns=2,
     )]
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Line = Sequence[tuple[int, float]]
-HEIGHT = 292
+PLOT_HEIGHT = 240
+FEW = 4
 POINTS = 240  # how many points of a training curve are drawn: more than a panel has pixels to show them with
 
 
@@ -47,7 +48,9 @@ def curves_figure(study: StoredStudy, entropy: float | None) -> FigureBlock | No
     if not panels:
         return None
     panels.sort(key=lambda panel: panel.name.endswith("late"))
-    caption = "Thick lines are means over the complete seeds, thin lines single seeds. "
+    crowded = len([arm for arm, done in cells if done]) > FEW
+    caption = "Thick lines are means over the complete seeds, thin lines single seeds"
+    caption += " (left out of the training loss, where they would hide each other). " if crowded else ". "
     caption += f"Training loss is a trailing mean over {numbers.plural(window, 'step')}. "
     if entropy is not None:
         caption += (
@@ -80,14 +83,14 @@ def _panel(name: str, title: str, curves: Sequence[Curves], first: int, last: in
 
     def paint(figure: Figure) -> None:
         top = canvas.legend(figure, canvas.heading(figure, title, "nats per token"), entries, markers=markers)
-        ax = canvas.axes(figure, left=54, top=top + 6)
+        ax = canvas.axes(figure, left=46, top=top + 6)
         if entropy is not None and low < entropy < high:
             ax.axhline(entropy, color=color("muted"), linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
             ax.annotate(f"unigram entropy {entropy:.2f}", (1, entropy), (0, 5), xycoords=("axes fraction", "data"), textcoords="offset points",
                         ha="right", fontsize=canvas.SMALL_SIZE, color=color("muted"))
         for c in curves:
             hue = arm_color(c.arm.index)
-            for line in c.seeds if len(c.seeds) > 1 else ():
+            for line in c.seeds if len(c.seeds) > 1 and (markers or len(curves) <= FEW) else ():
                 ax.plot(*_from(line, first), color=hue, linewidth=0.8, alpha=0.4)
         for c in curves:
             ax.plot(*_from(c.mean, first), color=arm_color(c.arm.index), linewidth=2.1, linestyle=canvas.dashes(c.arm.index),
@@ -95,10 +98,10 @@ def _panel(name: str, title: str, curves: Sequence[Curves], first: int, last: in
         ax.set_ylim(low, high)
         ax.set_xlim(left=first)
         canvas.step_axis(ax, last)
-        canvas.decimal_ticks(ax.yaxis, high - low)
+        canvas.decimal_ticks(ax.yaxis, low, high)
 
     ends = "; ".join(f"{c.arm.label} ends at {numbers.nats(c.mean[-1][1])}" for c in curves)
-    height = HEIGHT + canvas.legend_height([label for _, label in entries])
+    height = PLOT_HEIGHT + canvas.heading_height(title) + canvas.legend_height([label for _, label in entries])
     return canvas.draw(name, f"{title} in nats per token over optimiser steps. {ends}.", paint, height=height)
 
 

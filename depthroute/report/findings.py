@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from depthroute.report import numbers
-from depthroute.report.document import Block, Inline, KeyNumbers, Note, Strong, Text
+from depthroute.report.document import Block, Bullets, Inline, KeyNumbers, Note, Paragraph, Strong, Text
 from depthroute.report.stored import Comparison, StoredStudy
 
 
@@ -30,8 +30,8 @@ def verdict(study: StoredStudy) -> Text:
     ]
     if end["t_interval"] is None:
         parts.append(
-            f", a perplexity change of {numbers.percent(perplexity)}. There is one seed and therefore no interval: the difference may be the luck "
-            "of the seed, and this study cannot tell."
+            f", a perplexity change of {numbers.percent(perplexity)}. Only one seed is complete in both arms, so there is no interval: the "
+            "difference may be the luck of the seed, and this study cannot tell."
         )
         return parts
     parts.append(
@@ -52,10 +52,10 @@ def lead_blocks(study: StoredStudy) -> list[Block]:
     end = study.comparisons[0].endpoint if study.comparisons else None
     if end is not None:
         n = len(end["seeds"])
-        interval = numbers.interval(end["t_interval"]) if end["t_interval"] else "none"
+        interval = numbers.interval(end["t_interval"]).replace(f"{numbers.NO_BREAK}to{numbers.NO_BREAK}", f" to{numbers.NO_BREAK}") if end["t_interval"] else "none"
         blocks.append(KeyNumbers([
             ("Mean difference, nats", numbers.difference(end["mean"]), "negative is better"),
-            (f"95{numbers.NO_BREAK}% t interval", interval, f"{n - 1} degrees of freedom" if n > 1 else "one seed: no interval"),
+            (f"95{numbers.NO_BREAK}% t interval", interval, f"{numbers.plural(n - 1, 'degree')} of freedom" if n > 1 else "one seed: no interval"),
             ("Perplexity", numbers.percent(-end["mean_relative_perplexity_reduction"]), "relative to the parent"),
             ("Seeds that are better", f"{end['wins']} of {n}", f"sign-flip p {numbers.probability(end['sign_flip_p'])}"),
         ]))
@@ -69,9 +69,17 @@ def lead_blocks(study: StoredStudy) -> list[Block]:
     return blocks
 
 
-def other_comparisons(study: StoredStudy) -> list[Text]:
-    """One sentence for each comparison after the first."""
-    return [_sentence(comparison) for comparison in study.comparisons[1:]]
+def other_comparisons(study: StoredStudy, few: int) -> Block:
+    """The comparisons after the first: a sentence for each, or with more than `few` in all, how many of them say something."""
+    others = study.comparisons[1:]
+    if len(study.comparisons) <= few:
+        return Bullets([_sentence(comparison) for comparison in others])
+    intervals = [c.endpoint["t_interval"] for c in others if c.endpoint is not None and c.endpoint["t_interval"]]
+    below, above = sum(high < 0 for _, high in intervals), sum(low > 0 for low, _ in intervals)
+    return Paragraph(
+        f"Besides the headline there are {numbers.plural(len(others), 'comparison')}. In {below} of them the interval lies below zero (the arm is "
+        f"better), in {above} above it (worse), and {len(others) - below - above} cannot tell or have no interval yet."
+    )
 
 
 def limits(study: StoredStudy, data: Mapping[str, Any]) -> list[Text]:

@@ -25,6 +25,8 @@ from depthroute.report.document import (
 from depthroute.report.theme import css_variables, inline
 
 # The policy forbids what the page does not need, so that a label can never load or run anything.
+BROAD = 460  # a panel of more pixels takes a row of its own, and scrolls on a narrow screen
+SHORT = 6  # a first column of no longer words needs no least width
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
@@ -98,12 +100,13 @@ def _block(block: Block, numbering: Numbering) -> str:
 def _figure(figure: FigureBlock, numbering: Numbering) -> str:
     number = numbering.figure()
     panels = "\n".join(
-        f'<div class="panel" id="{escape(panel.name)}" style="--natural: {panel.width}px">{inline(panel.svg, panel.description)}</div>'
+        f'<div class="panel{" broad" if panel.width > BROAD else ""}" id="{escape(panel.name)}" style="--natural: {panel.width}px">{inline(panel.svg, panel.description)}</div>'
         for panel in figure.panels
     )
-    shape = "single" if len(figure.panels) == 1 else "several"
+    # With an odd number of panels the caption takes the place that is left in the grid.
+    shape = "odd" if len(figure.panels) % 2 else "even"
     return (
-        f'<figure class="wide {shape}">\n<div class="panels">\n{panels}\n</div>\n'
+        f'<figure class="wide panels {shape}">\n{panels}\n'
         f"<figcaption><b>{number} {escape(figure.title)}</b> {escape(figure.caption)}</figcaption>\n</figure>"
     )
 
@@ -111,6 +114,8 @@ def _figure(figure: FigureBlock, numbering: Numbering) -> str:
 def _table(table: Table, numbering: Numbering) -> str:
     number = numbering.table()
     kinds = ["text" if index < table.text_columns else "number" for index in range(len(table.columns))]
+    first = [row[0] for _, rows, closing in table.groups for row in (*rows, *closing)]
+    kinds[0] += " short" if all(len(cell) <= SHORT for cell in first) else ""
     head = "".join(f'<th scope="col" class="{kind}">{escape(column)}</th>' for column, kind in zip(table.columns, kinds, strict=True))
     groups = []
     for heading, rows, closing in table.groups:

@@ -38,8 +38,8 @@ def percent(fraction: float | None, decimals: int = 2) -> str:
 
 
 def probability(value: float | None) -> str:
-    """A p value with four decimals."""
-    return NONE if value is None else f"{value:.4f}"
+    """A p value with three significant digits."""
+    return NONE if value is None else f"{value:.3g}"
 
 
 def count(value: float | None) -> str:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ROW = 48
+ROW = 46
+INDENT = 20  # room for half of the first tick label
 BAND_SEEDS = 3  # a t interval of two seeds is nine standard deviations to each side: as a band it would show nothing but itself
 
 
@@ -33,9 +34,9 @@ def endpoints_figure(study: StoredStudy) -> FigureBlock | None:
         return None
     several = any(len(values) > 1 for _, values in arms)
     with_interval = any(c.endpoint is not None and c.endpoint["t_interval"] for c in compared)
-    caption = "Left of a panel is better. Small marks are single seeds"
+    caption = "Further left is better. Small marks are single seeds"
     caption += "; a thin line joins the same seed across arms, since it has the same initial weights and the same batches in each" if several else ""
-    caption += ". Diamonds are means" + (", bars their 95 % t intervals." if with_interval else "; with one seed there is no interval.")
+    caption += ". Diamonds are means, bars their 95 % t intervals." if with_interval else ". With one seed there is no interval."
     return FigureBlock("Endpoints, seed by seed.", caption, panels)
 
 
@@ -45,12 +46,15 @@ def gap_figure(study: StoredStudy) -> FigureBlock | None:
     if not compared:
         return None
     lines = [d for c in compared for m in c.milestones for d in m["differences"]]
+    bands = [band for c in compared for m in c.milestones for band in [_band(m)] if band]
     low, high = min([0.0, *lines]), max([0.0, *lines])
-    pad = 0.35 * (high - low) or 0.01
+    room = 0.6 * (high - low)
+    low, high = max(low - room, min([low, *(b[0] for b in bands)])), min(high + room, max([high, *(b[1] for b in bands)]))
+    pad = 0.07 * (high - low) or 0.01
     counts = sorted({len(m["seeds"]) for c in compared for m in c.milestones})
     caption = "Below zero the arm is ahead of its parent. The thick line is the mean of the seeds, thin lines are single seeds. "
     caption += _band_words(counts[0])
-    clipped = any(b[0] < low - pad or b[1] > high + pad for c in compared for m in c.milestones for b in [_band(m)] if b)
+    clipped = any(b[0] < low - pad or b[1] > high + pad for b in bands)
     caption += " The band runs out of the panel where it is wider than the panel." if clipped else ""
     panels = [_gap_panel(c, (low - pad, high + pad)) for c in compared]
     return FigureBlock("The gap over training.", caption, panels)
@@ -110,7 +114,7 @@ def _gap_panel(comparison: Comparison, limits: tuple[float, float]) -> Panel:
 
     def paint(figure: Figure) -> None:
         top = canvas.heading(figure, comparison.name, "difference of validation losses, nats")
-        ax = canvas.axes(figure, left=62, top=top + 8, right=66)
+        ax = canvas.axes(figure, left=58, top=top + 2, right=64)
         ax.axhline(0, color=color("ink"), linewidth=1.1, zorder=2)
         bands = [(m["step"], *band) for m in milestones for band in [_band(m)] if band]
         if bands:
@@ -120,14 +124,14 @@ def _gap_panel(comparison: Comparison, limits: tuple[float, float]) -> Panel:
             ax.plot([x for x, _ in line], [y for _, y in line], color=arm_color(index), linewidth=0.9, alpha=0.65)
         ax.plot(steps, [m["mean"] for m in milestones], color=arm_color(index), linewidth=2.4, marker=canvas.marker(index), markersize=5.5)
         ax.set_ylim(limits)
-        canvas.decimal_ticks(ax.yaxis, limits[1] - limits[0])
+        canvas.decimal_ticks(ax.yaxis, *limits)
         canvas.step_axis(ax, steps[-1])
         ax.annotate(numbers.difference(milestones[-1]["mean"]), (steps[-1], milestones[-1]["mean"]), (9, 0), textcoords="offset points",
                     va="center", fontsize=canvas.TEXT_SIZE, fontweight="bold", annotation_clip=False)
 
     words = ", ".join(f"step {m['step']:,}: {numbers.difference(m['mean'])}" for m in milestones)
     name = f"gap-{comparison.arm.index}-{comparison.parent.index}"
-    return canvas.draw(name, f"Mean difference over training, {comparison.name}. {words}.", paint, height=290)
+    return canvas.draw(name, f"Mean difference over training, {comparison.name}. {words}.", paint, height=220 + canvas.heading_height(comparison.name))
 
 
 def _band(milestone: dict | object) -> tuple[float, float] | None:
@@ -153,11 +157,11 @@ def _endpoint_nll(study: StoredStudy, result: object) -> float:
 
 
 def _row_height(rows: int) -> float:
-    return 52 + 20 + ROW * rows + 40
+    return canvas.heading_height("one line") + ROW * rows + 46
 
 
 def _row_axes(figure: Figure, top: float, rows: int, right: float) -> Axes:
-    ax = canvas.axes(figure, left=canvas.MARGIN + 2, top=top + 10, right=right, bottom=34)
+    ax = canvas.axes(figure, left=INDENT, top=top + 10, right=right, bottom=34)
     ax.set_ylim(rows - 0.5, -0.75)
     ax.set_yticks([])
     ax.grid(axis="x", color=color("rule"), linewidth=0.8)
@@ -165,8 +169,9 @@ def _row_axes(figure: Figure, top: float, rows: int, right: float) -> Axes:
 
 
 def _row_label(ax: Axes, y: float, label: str) -> None:
-    ax.annotate(canvas.cut(label, canvas.WIDTH - 100, canvas.TEXT_SIZE), (0, y), (0, 11), xycoords=("axes fraction", "data"),
-                textcoords="offset points", fontsize=canvas.TEXT_SIZE, annotation_clip=False)
+    ax.annotate(canvas.cut(label, canvas.WIDTH - 90, canvas.TEXT_SIZE), (0, y), (canvas.MARGIN - INDENT, 11), xycoords=("axes fraction", "data"),
+                textcoords="offset points", fontsize=canvas.TEXT_SIZE, annotation_clip=False, zorder=3.5,
+                bbox={"facecolor": color("paper"), "edgecolor": "none", "pad": 1.2, "alpha": 0.9})
 
 
 def _row_value(ax: Axes, y: float, shown: str) -> None:
@@ -182,4 +187,5 @@ def _row_limits(ax: Axes, values: Sequence[float]) -> None:
     low, high = min(values), max(values)
     pad = 0.08 * (high - low) or 0.01
     ax.set_xlim(low - pad, high + pad)
-    canvas.decimal_ticks(ax.xaxis, high - low + 2 * pad)
+    ax.tick_params(axis="x", pad=5)
+    canvas.decimal_ticks(ax.xaxis, low - pad, high + pad, ticks=4)

@@ -15,14 +15,14 @@ from depthroute.report.theme import arm_color, color
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-CELL_WIDTH, CELL_HEIGHT = 46, 21
+MIN_NUMBERED, MIN_CELL, CELL_HEIGHT = 36.0, 14.0, 21
 NUMBERED_SOURCES = 10  # with more sources the cells are narrow and carry no number
-LABELS = 74
-EFFECTIVE = 58
+LABELS = 58
+EFFECTIVE = 44
 WHITE_FROM = 0.8  # weight from which white reads better on the heat colour than ink, in both themes
 KINDS = {"attention": "attn", "mlp": "MLP", "output": "output"}
 OPEN = " so far"  # how the residual methods name the partial sum of a block that is not closed yet
-ROLES = {"query_key": "query-key role", "value": "value role", "shared": "one role for all"}
+ROLES = {"query_key": "query-key role", "value": "value role"}
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Site:
     """
 
     label: str
+    kind: str
     weights: Mapping[str, float]
     open_block: str | None
     effective: float | None
@@ -57,6 +58,7 @@ def heat_figures(study: StoredStudy) -> list[FigureBlock]:
             + ("; a dotted outline marks the partial sum of a block that is still open" if any_open(averaged) else "")
             + f". Mean over {numbers.plural(len(runs), 'seed')}"
             + (f" and {numbers.count(tokens)} tokens each" if tokens else "")
+            + (". Colour goes with the square root of the weight" if any(len(columns(s)) > NUMBERED_SOURCES for _, s in averaged) else "")
             + ". At the right of a row, the mean effective number of sources."
         )
         figures.append(FigureBlock(f"What {arm.label} reads.", caption, panels))
@@ -90,15 +92,20 @@ def average_sites(runs: Sequence[Mapping[str, Any]], role: str) -> list[Site]:
         same = [s for run in runs for s in run["sites"] if s["site"] == site["site"] and s["sources"] == site["sources"] and role in s["roles"]]
         if len(same) != len(runs):
             continue
-        columns = zip(*(s["roles"][role]["weights"] for s in same), strict=True)
-        names = [source.removesuffix(OPEN) for source in site["sources"]]
-        still_open = next((source.removesuffix(OPEN) for source in site["sources"] if source.endswith(OPEN)), None)
-        weights = dict(zip(names, (math.fsum(column) / len(same) for column in columns), strict=True))
+        per_source = zip(*(s["roles"][role]["weights"] for s in same), strict=True)
+        names = [_column(source) for source in site["sources"]]
+        still_open = next((_column(source) for source in site["sources"] if source.endswith(OPEN)), None)
+        weights = dict(zip(names, (math.fsum(column) / len(same) for column in per_source), strict=True))
         effective = [s["roles"][role].get("effective_sources") for s in same]
         kind = KINDS.get(site["kind"], site["kind"])
         label = kind if site["kind"] == "output" or site.get("layer") is None else f"{site['layer']} {kind}"
-        sites.append(Site(label, weights, still_open, None if None in effective else math.fsum(effective) / len(same)))
+        sites.append(Site(label, kind, weights, still_open, None if None in effective else math.fsum(effective) / len(same)))
     return sites
+
+
+def columns(sites: Sequence[Site]) -> list[str]:
+    """The columns of a heat map, in the order in which the sources come into being."""
+    return list(dict.fromkeys(source for site in sites for source in site.weights))
 
 
 def any_open(averaged: Sequence[tuple[str, Sequence[Site]]]) -> bool:
@@ -106,27 +113,38 @@ def any_open(averaged: Sequence[tuple[str, Sequence[Site]]]) -> bool:
     return any(site.open_block for _, sites in averaged for site in sites)
 
 
+def _role_words(role: str, sites: Sequence[Site]) -> str:
+    """A role in words; the sites that read one mixture for everything are named by their kinds."""
+    return ROLES.get(role) or f"{numbers.listed(sorted({site.kind for site in sites}))} sites"
+
+
+def _column(source: str) -> str:
+    """A source's name as the head of its column: a sub-layer like the sites (`3 attn`), an open block like the closed one."""
+    kind, _, layer = source.removesuffix(OPEN).partition(" ")
+    return f"{layer} {KINDS[kind]}" if kind in KINDS and layer else source.removesuffix(OPEN)
+
+
 def _heat_panel(arm: Arm, role: str, sites: Sequence[Site], single: bool) -> Panel:
     from matplotlib.patches import Rectangle
 
-    sources = list(dict.fromkeys(source for site in sites for source in site.weights))
+    sources = columns(sites)
     numbered = len(sources) <= NUMBERED_SOURCES
-    cell = CELL_WIDTH if numbered else 22
-    slanted = max(len(s) for s in sources) * canvas.SMALL_SIZE * canvas.CHARACTER_WIDTH > cell - 4
-    head = 26 + (min(110, 12 + 0.62 * max(len(s) for s in sources) * canvas.SMALL_SIZE * canvas.CHARACTER_WIDTH) if slanted else 14)
-    width = max(canvas.WIDTH, LABELS + cell * len(sources) + EFFECTIVE + (60 if slanted else 0))
-    cell = cell if not numbered else min(64, (canvas.WIDTH - LABELS - EFFECTIVE) / len(sources)) if width == canvas.WIDTH else cell
-    role_words = ROLES.get(role, role.replace("_", " "))
-    title = arm.label if single else f"{arm.label}: {role_words}"
-    height = 52 + head + CELL_HEIGHT * len(sites) + 12
+    room = (canvas.WIDTH - LABELS - EFFECTIVE) / len(sources)
+    cell = max(MIN_NUMBERED, min(80.0, room)) if numbered else max(MIN_CELL, room)
+    longest = max(len(s) for s in sources) * canvas.SMALL_SIZE * canvas.CHARACTER_WIDTH
+    upright = longest > cell
+    head = 12 + min(120.0, longest) if upright else 22.0
+    width = max(canvas.WIDTH, LABELS + cell * len(sources) + EFFECTIVE)
+    title = arm.label if single else f"{arm.label}: {_role_words(role, sites)}"
+    height = canvas.heading_height(title, width) + head + CELL_HEIGHT * len(sites) + 6
 
     def paint(figure: Figure) -> None:
         top = canvas.heading(figure, title, "mean weight of each source (columns) at each site (rows)") + head
         for column, source in enumerate(sources):
             x = LABELS + cell * (column + 0.5)
-            style = {"rotation": 38, "rotation_mode": "anchor"} if slanted else {"ha": "center"}
-            canvas.text(figure, x - (2 if slanted else 0), top - 7, canvas.cut(source, 170, canvas.SMALL_SIZE), fontsize=canvas.SMALL_SIZE, **style)
-        right = LABELS + cell * len(sources) + EFFECTIVE - 8
+            style = {"rotation": 90, "rotation_mode": "anchor"} if upright else {"ha": "center"}
+            canvas.text(figure, x + (4 if upright else 0), top - 7, canvas.cut(source, 120, canvas.SMALL_SIZE), fontsize=canvas.SMALL_SIZE, **style)
+        right = LABELS + cell * len(sources) + EFFECTIVE - 4
         canvas.text(figure, right, top - 7, "eff.", fontsize=canvas.SMALL_SIZE, color=color("muted"), ha="right")
         for row, site in enumerate(sites):
             y = top + CELL_HEIGHT * row
@@ -137,7 +155,8 @@ def _heat_panel(arm: Arm, role: str, sites: Sequence[Site], single: bool) -> Pan
                 x = LABELS + cell * sources.index(source)
                 box = {"xy": (x + 0.75, height - y - CELL_HEIGHT + 0.75), "width": cell - 1.5, "height": CELL_HEIGHT - 1.5, "transform": None}
                 figure.add_artist(Rectangle(**box, facecolor=color("surface"), edgecolor=color("rule"), linewidth=0.6))
-                figure.add_artist(Rectangle(**box, facecolor=color("heat"), alpha=min(1.0, max(0.0, weight)), linewidth=0))
+                depth = min(1.0, max(0.0, weight)) ** (1 if numbered else 0.5)
+                figure.add_artist(Rectangle(**box, facecolor=color("heat"), alpha=depth, linewidth=0))
                 if source == site.open_block:
                     figure.add_artist(Rectangle(**box, facecolor="none", edgecolor=color("ink"), linewidth=0.9, linestyle=(0, (1.2, 1.8))))
                 if numbered:
@@ -156,20 +175,21 @@ def _divergence_panel(lines: Sequence[tuple[Arm, Sequence[Sequence[tuple[int, fl
         from matplotlib.ticker import MaxNLocator
 
         top = canvas.heading(figure, "QK-V divergence by layer", "Jensen-Shannon divergence, nats")
-        ax = canvas.axes(figure, left=58, top=canvas.legend(figure, top, entries, markers=True) + 6)
+        ax = canvas.axes(figure, left=50, top=canvas.legend(figure, top, entries, markers=True) + 6)
         for arm, seeds in lines:
             hue = arm_color(arm.index)
             layers = sorted({layer for seed in seeds for layer, _ in seed})
             values = [[nats for seed in seeds for at, nats in seed if at == layer] for layer in layers]
             ax.vlines(layers, [min(v) for v in values], [max(v) for v in values], color=hue, linewidth=6, alpha=0.22)
             for layer, column in zip(layers, values, strict=True):
-                ax.plot([layer] * len(column), column, ".", color=hue, markersize=6, alpha=0.7, markeredgewidth=0)
+                ax.plot([layer] * len(column), column, "o", color=hue, markersize=4.5, alpha=0.65, markeredgewidth=0)
             ax.plot(layers, [math.fsum(v) / len(v) for v in values], color=hue, linewidth=2.2, marker=canvas.marker(arm.index), markersize=6)
         ax.set_ylim(bottom=0)
+        canvas.decimal_ticks(ax.yaxis, *ax.get_ylim())
         ax.xaxis.set_major_locator(MaxNLocator(9, integer=True))
         ax.set_xlabel("layer", color=color("muted"), fontsize=canvas.TEXT_SIZE)
 
     words = "; ".join(f"{arm.label}, {numbers.plural(len(seeds), 'seed')}" for arm, seeds in lines)
-    height = 280 + canvas.legend_height([label for _, label in entries])
+    height = 270 + canvas.legend_height([label for _, label in entries])
     return canvas.draw("divergence", f"Jensen-Shannon divergence between query-key and value routing weights by layer. {words}.", paint,
                        height=height)

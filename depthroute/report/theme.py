@@ -32,6 +32,7 @@ PALETTE = {
     "arm-9": ("#7d4f2d", "#cfa07e"),
 }
 ARM_COLORS = 10
+PADDING = 12  # pixels of background around a figure that stands alone
 SENTINELS = {name: f"#fe00{index:02x}" for index, name in enumerate(PALETTE)}
 
 _NUMBER = re.compile(r"-?\d+\.\d{3,}")
@@ -87,12 +88,14 @@ def standalone(svg: str, description: str) -> str:
     """A tidied SVG as a file of its own, with its background, in light or dark as the reader's system asks for."""
     for name, sentinel in SENTINELS.items():
         svg = re.sub(rf"([a-z-]+): {sentinel}", rf"\1: {PALETTE[name][0]}; \1: var(--{name})", svg)
-    width, height = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups()  # type: ignore[union-attr]
+    inner = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups()  # type: ignore[union-attr]
+    width, height = (f"{float(size) + 2 * PADDING:g}" for size in inner)
     style = css_variables() + STANDALONE_STYLE
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" role="img" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" role="img" width="{width}" height="{height}" '
+        f'viewBox="{-PADDING} {-PADDING} {width} {height}">'
         f"<title>{escape(description)}</title><style>{style}</style>"
-        f'<rect width="{width}" height="{height}" style="fill: {PALETTE["paper"][0]}; fill: var(--paper)"/>'
+        f'<rect x="{-PADDING}" y="{-PADDING}" width="{width}" height="{height}" style="fill: {PALETTE["paper"][0]}; fill: var(--paper)"/>'
     )
     return re.sub(r"<svg[^>]*>", lambda m: head, svg, count=1) + "\n"
 

@@ -20,6 +20,8 @@ from depthroute.ops import DepthRead, depth_attention
 from depthroute.residual.protocol import Body, Inputs, Residual, ResidualConfig, RoleInputs
 from depthroute.residual.schedule import block_ends
 
+BLOCK_FIELDS = frozenset({"block", "layers_per_block", "num_blocks"})
+
 Roles = Literal["shared", "decoupled", "tied", "average", "frozen_value"]
 
 
@@ -62,6 +64,11 @@ class AttnResConfig(ResidualConfig):
             raise RequestError("residual.key_norm = 'full' is for sliced keys; projected keys are divided by their own RMS.")
         if not self.eps > 0:
             raise RequestError(f"residual.eps = {self.eps} is not allowed; it must be positive.")
+
+    @property
+    def has_blocks(self) -> bool:
+        """Block AttnRes, not Full."""
+        return any(getattr(self, name) is not None for name in BLOCK_FIELDS)
 
     def build(self, body: Body) -> AttnRes:
         return AttnRes(self, body)

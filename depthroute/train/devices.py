@@ -22,7 +22,7 @@ def resolve_device(wanted: Device) -> Device:
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise RequestError("train.device is 'cuda' and torch sees no GPU here; use a machine with one, or train.device=cpu in a new folder.")
+        raise RequestError("train.device is 'cuda' and torch sees no GPU here; use train.device=cpu in a new folder.")
     return wanted
 
 

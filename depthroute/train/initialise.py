@@ -42,8 +42,9 @@ def parameter_generator(seed: int, name: str) -> torch.Generator:
 
 
 def _fill(owner: nn.Module, name: str, local: str, parameter: Tensor, generator: torch.Generator) -> None:
-    if hasattr(owner, "initial_values"):
-        owner.initial_values(local, parameter, generator)
+    fill = getattr(owner, "initial_values", None)
+    if fill is not None:
+        fill(local, parameter, generator)
     elif isinstance(owner, nn.Linear | nn.Embedding) and local == "weight":
         parameter.normal_(0.0, FALLBACK_STD, generator=generator)
     elif isinstance(owner, nn.Linear | nn.LayerNorm) and local == "bias":

@@ -83,10 +83,10 @@ def accumulate_gradients(model: Decoder, batch: Tensor, config: RunConfig) -> Te
     settings = config.train
     total = torch.zeros((), dtype=torch.float64, device=batch.device)
     count = batch.shape[0] * (batch.shape[1] - 1)
-    for part in batch.split(settings.microbatch or len(batch)):
+    for part in torch.split(batch, settings.microbatch or len(batch)):
         with autocast(settings.device, settings.precision):
             sums = model.loss(part[:, :-1].contiguous(), part[:, 1:].contiguous(), settings.z_loss)
-        (sums.objective / count).backward()
+        torch.autograd.backward(sums.objective / count)
         total += sums.nll
     return total
 

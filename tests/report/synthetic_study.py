@@ -126,8 +126,8 @@ def _write_run(folder: Path, residual: Mapping[str, Any], gain: float, seed: int
 def _routing(residual: Mapping[str, Any], seed: int) -> dict[str, Any]:
     sites, divergence = [], []
     for site in range(2 * LAYERS + 1):
-        closed = min(site, 2 * LAYERS) // BLOCK
-        names = ["embedding", *(f"block {i + 1}" for i in range(closed))] + ([f"block {closed + 1} so far"] if site % BLOCK else [])
+        names = ["embedding", *(_source(residual["block"], i) for i in range(site // residual["block"]))]
+        names += [f"{_source(residual['block'], site // residual['block'])} so far"] if site % residual["block"] else []
         kind = "output" if site == 2 * LAYERS else "attention" if site % 2 == 0 else "mlp"
         roles = ("query_key", "value") if residual["roles"] == "decoupled" and kind == "attention" else ("shared",)
         weights = {role: _weights(len(names), site + 5 * index, seed) for index, role in enumerate(roles)}
@@ -141,6 +141,10 @@ def _routing(residual: Mapping[str, Any], seed: int) -> dict[str, Any]:
         if len(roles) == 2 and len(names) > 1:
             divergence.append({"layer": site // 2, "nats": _jensen_shannon(*weights.values())})
     return {"tokens": 16_384, "sites": sites, "divergence": divergence}
+
+
+def _source(block: int, index: int) -> str:
+    return f"block {index + 1}" if block > 1 else f"{'mlp' if index % 2 else 'attention'} {index // 2}"
 
 
 def _weights(count: int, site: int, seed: int) -> list[float]:

@@ -42,7 +42,7 @@ def run_in_child(config: RunConfig, directory: Path, slower: float) -> None:
 
 def start(config: RunConfig, directory: Path, slower: float = 0.0) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["depthroute.train"])  # torch is imported once
+    context.set_forkserver_preload(["torch._dynamo", "safetensors.torch", "pytest"])  # what takes long to import, once
     process = context.Process(target=run_in_child, args=(config, directory, slower))
     process.start()
     return process

@@ -36,4 +36,4 @@ def test_it_rises_to_at_most_one_then_falls_and_is_never_below_zero(steps: int, 
     peak = max(0, round(warmup * steps) - 1)
     assert values[: peak + 1] == sorted(values[: peak + 1])
     assert values[peak:] == sorted(values[peak:], reverse=True)
-    assert 0 <= min(values) and max(values) <= 1
+    assert min(values) >= 0 and max(values) <= 1

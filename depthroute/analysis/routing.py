@@ -1,0 +1,108 @@
+"""What a trained model reads at each site: mean source weights, effective sources, and how far its roles differ.
+
+Shapes: S sources, B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthroute.common.files import write_json
+from depthroute.data import TokenDataset, evaluation_windows
+from depthroute.model import Decoder
+from depthroute.residual import Memory
+from depthroute.train import load_trained
+
+# Means over this many tokens differ from those over ten times as many in the third decimal.
+TOKENS = 65_536
+
+
+def write_routing(run: Path, *, data: Path | None = None, tokens: int = TOKENS) -> None:
+    """Write RUN/routing.json from the last checkpoint and the validation split; nothing where the method has no source weights.
+
+    Args:
+        run: a run folder with a checkpoint.
+        data: the folder of its token shards; None is the one that its configuration names.
+        tokens: how many validation tokens to average over, rounded up to whole windows.
+
+    Raises:
+        RequestError: no run, no checkpoint or no such data.
+        FailureError: a truncated checkpoint or shard.
+    """
+    config, model = load_trained(run)
+    dataset = TokenDataset.open(data or Path(config.data))
+    totals = RoutingTotals(model)
+    model.eval()
+    with torch.no_grad():
+        for windows in evaluation_windows(dataset.tokens("validation"), config.model.context, tokens):
+            model(torch.from_numpy(windows[:, :-1]), observe=totals.observe)
+    found = totals.summary()
+    if found is not None:
+        write_json(run / "routing.json", found)
+
+
+def effective_sources(weights: Tensor) -> Tensor:
+    """exp of the entropy of the weights [S, ...] over their sources, [...] (Low-Rank AttnRes, Eq. 14); 1 to S."""
+    return torch.special.entr(weights).sum(0).exp()
+
+
+def jensen_shannon(first: Tensor, second: Tensor) -> Tensor:
+    """Jensen-Shannon divergence of two distributions [S, ...] over their sources, [...] in nats; 0 to ln 2."""
+    middle = torch.special.entr((first + second) / 2).sum(0)
+    return (middle - (torch.special.entr(first).sum(0) + torch.special.entr(second).sum(0)) / 2).clamp_min(0)
+
+
+class RoutingTotals:
+    """Sums over tokens in float64, so that memory does not grow with them. `observe` goes to the decoder's forward pass."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.residual = model.residual
+        self.tokens = 0
+        self._sums: dict[tuple[int, str], dict[str, Tensor]] = defaultdict(dict)
+        self._divergence: dict[int, Tensor] = {}
+
+    def observe(self, site: int, memory: Memory) -> None:
+        roles = self.residual.source_weights(memory, site)
+        for role, weights in roles.items():
+            exact = weights.double().flatten(1)
+            count = effective_sources(exact)
+            self._add(self._sums[site, role], weights=exact.sum(1), count=count.sum(), square=count.square().sum())
+            if site == self.residual.body.sublayers:
+                self.tokens += exact.shape[1]
+        if {"query_key", "value"} <= roles.keys():
+            nats = jensen_shannon(roles["query_key"].double(), roles["value"].double()).sum()
+            self._divergence[site] = self._divergence.get(site, torch.zeros_like(nats)) + nats
+
+    def summary(self) -> dict[str, Any] | None:
+        """The content of routing.json, or None where the method has no source weights."""
+        if not self._sums:
+            return None
+        sites = []
+        for site in sorted({site for site, _ in self._sums}):
+            last = site == self.residual.body.sublayers
+            roles = {role: self._role(sums) for (place, role), sums in self._sums.items() if place == site}
+            sites.append({
+                "site": site,
+                "kind": "output" if last else ("attention", "mlp")[site % 2],
+                "layer": site // 2 - (1 if last else 0),
+                "sources": list(self.residual.source_names(site)),
+                "roles": roles,
+            })  # fmt: skip
+        divergence = [{"layer": site // 2, "nats": (total / self.tokens).item()} for site, total in sorted(self._divergence.items())]
+        return {"tokens": self.tokens, "sites": sites, "divergence": divergence}
+
+    def _role(self, sums: dict[str, Tensor]) -> dict[str, Any]:
+        mean = (sums["count"] / self.tokens).item()
+        variance = max((sums["square"] / self.tokens).item() - mean * mean, 0.0)
+        weights = (sums["weights"] / self.tokens).tolist()
+        return {"weights": weights, "effective_sources": mean, "effective_sources_sd": variance**0.5}
+
+    @staticmethod
+    def _add(sums: dict[str, Tensor], **values: Tensor) -> None:
+        for name, value in values.items():
+            sums[name] = sums[name] + value if name in sums else value

@@ -1,0 +1,63 @@
+"""Which command was asked for. Nothing heavy is imported before the command's own options are read."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from depthroute import __version__
+from depthroute.common.errors import DepthrouteError, choose
+
+COMMANDS = {
+    "study": "train matched arms over seeds and write the report; resumes by itself",
+    "train": "train one model in a run folder; resumes by itself",
+    "report": "write the report of a study folder again, without training",
+    "data": "turn text into token shards",
+    "sample": "continue a prompt with a trained model",
+    "info": "parameters, shape and routing of a recipe, a run or prepared data",
+    "recipes": "the model shapes and training recipes by name",
+}
+INTERRUPTED = 130
+
+HELP = f"""depthroute {__version__}: learned routing over depth for Transformers
+
+usage: depthroute COMMAND [OPTIONS]
+
+{chr(10).join(f"  {name:<8} {text}" for name, text in COMMANDS.items())}
+
+  depthroute COMMAND --help   the options of a command
+  --debug                     after COMMAND: a traceback instead of one sentence
+  --version                   the version
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status: 0 done, 1 a failure, 2 a wrong request, 130 interrupted."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0 if given else 2
+    if given[0] == "--version":
+        print(__version__)
+        return 0
+    name, *rest = given
+    if name not in COMMANDS:
+        print(f"depthroute: {choose('command', name, COMMANDS)}", file=sys.stderr)
+        return 2
+    debug = "--debug" in rest
+    options = [word for word in rest if word != "--debug"]
+    try:
+        importlib.import_module(f"depthroute.cli.{name}").main(options)
+    except DepthrouteError as error:
+        if debug:
+            raise
+        print(f"depthroute {name}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt as interruption:
+        print(str(interruption) or f"depthroute {name}: interrupted.", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe (head, less) has seen enough
+        sys.stderr.close()
+        return 0
+    return 0

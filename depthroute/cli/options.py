@@ -1,0 +1,55 @@
+"""What several commands share: reading options, `--set FIELD=VALUE`, and the run that they describe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from depthroute.common.errors import RequestError
+
+if TYPE_CHECKING:
+    from depthroute.recipes import Recipe
+    from depthroute.train import RunConfig
+
+Options = TypeVar("Options")
+
+
+def read(options: type[Options], command: str, arguments: Sequence[str]) -> Options:
+    """Parse the arguments of a command into its dataclass; a mistake is explained and exits with 2."""
+    import tyro
+
+    return tyro.cli(options, prog=f"depthroute {command}", args=list(arguments), config=(tyro.conf.FlagCreatePairsOff,))
+
+
+def changes(settings: Sequence[str]) -> dict[str, Any]:
+    """`("train.steps=100",)` as the dotted changes that `override` takes."""
+    found = {}
+    for setting in settings:
+        field, equals, value = setting.partition("=")
+        if not equals:
+            raise RequestError(f"--set {setting}: it takes FIELD=VALUE, such as train.steps=100 or model.width=64.")
+        found[field.strip()] = value.strip()
+    return found
+
+
+def run_from(chosen: Recipe, residual: str | None, data: Path, settings: Sequence[str]) -> RunConfig:
+    """The run of a recipe with a residual method on prepared data, `settings` applied last."""
+    from depthroute.common.config import override
+    from depthroute.data import TokenDataset
+    from depthroute.recipes import run_of
+
+    run = run_of(chosen, data, TokenDataset.open(data).vocabulary, residual)
+    return override(run, changes(settings))
+
+
+def show(facts: dict[str, Any], as_json: bool) -> None:
+    """Print facts: as JSON, or one `name  value` a line."""
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+        print(f"{name:<{width}}  {text}")

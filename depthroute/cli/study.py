@@ -1,0 +1,57 @@
+"""`depthroute study`: matched arms over seeds, from text to the report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from depthroute.cli.options import changes, read
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Train matched arms over seeds and write the report. The same command continues an interrupted study; what is complete is kept.
+
+    Without options: PreNorm, Block AttnRes and RD-AttnRes in one small body on the documentation of the installed Python packages.
+    """
+
+    out: tyro.conf.Positional[Path] = Path("runs/study")
+    """The study folder."""
+    arm: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=]METHOD"), tyro.conf.UseAppendAction] = ()
+    """A residual method, the parent first: --arm prenorm --arm block:8 --arm mine=rd:8,rank=32. Default: prenorm, block, rd."""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """One pair a seed."""
+    recipe: str = "small"
+    """The body and its training; `depthroute recipes` lists them."""
+    set: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD=VALUE"), tyro.conf.UseAppendAction] = ()
+    """Change a field in every arm, such as train.steps=100 or model.width=64."""
+    data: Path | None = None
+    """Token shards made by `depthroute data`. Default: the default corpus, prepared in the study folder."""
+    workers: int = 1
+    """Runs trained at the same time. More than one needs --set train.threads=N."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = read(Options, "study", arguments)
+    from depthroute.common.config import override
+    from depthroute.data import PrepareConfig, TokenDataset, prepare
+    from depthroute.recipes import matched_study, recipe, run_of
+    from depthroute.report import write_report
+    from depthroute.study.collect import check_complete
+    from depthroute.study.runner import run_study
+
+    chosen = recipe(options.recipe)
+    run = override(run_of(chosen, options.data or options.out / "data", chosen.resolve().vocabulary), changes(options.set))
+    if options.data is None:
+        prepare(PrepareConfig(vocabulary=run.model.vocabulary), options.out / "data", report=lambda line: print(line, file=sys.stderr))
+    vocabulary = TokenDataset.open(Path(run.data)).vocabulary
+    base = override(run, {"model.vocabulary": vocabulary})
+    study = matched_study(chosen, base, arms=options.arm or ("prenorm", "block", "rd"), seeds=options.seeds)
+    statistics = run_study(study, options.out, workers=options.workers)
+    print(f"report: {write_report(options.out)}")
+    check_complete(statistics)

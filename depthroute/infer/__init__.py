@@ -1,0 +1,3 @@
+"""Text from a trained model."""
+
+from depthroute.infer.sampling import sample_tokens as sample_tokens

@@ -1,0 +1,78 @@
+"""Studies as functions of the data they are run on."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from depthroute.common.errors import RequestError
+from depthroute.recipes.models import Recipe
+from depthroute.study.plan import Arm, Study
+from depthroute.train import RunConfig
+
+LABELS = {
+    "prenorm": "PreNorm",
+    "full": "Full AttnRes",
+    "block": "Block AttnRes",
+    "rd": "RD-AttnRes",
+    "rd-tied": "RD, tied",
+    "rd-average": "RD, averaged",
+    "rd-frozen-value": "RD, frozen value",
+    "low-rank": "Low-Rank AttnRes",
+}
+
+
+MILESTONES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # of the steps, where the recipe names none
+
+
+def matched_study(recipe: Recipe, base: RunConfig, *, arms: tuple[str, ...], seeds: tuple[int, ...]) -> Study:
+    """A study of one body with several residual methods, each compared with the first, and RD-AttnRes with Block AttnRes if both are there.
+
+    Args:
+        recipe: what short residual specifications start from.
+        base: the run that the arms share.
+        arms: residual specifications, the parent first: `("prenorm", "block", "rd")`. An arm may be named: `"wide=block:8"`.
+        seeds: one pair a seed.
+
+    Raises:
+        RequestError: fewer than two arms, a name twice, or a specification that is not one.
+    """
+    if len(arms) < 2:
+        raise RequestError(f"a study compares at least two arms; it was given {len(arms)}.")
+    made: dict[str, Arm] = {}
+    for text in arms:
+        name, specification = _name(text)
+        if name in made:
+            raise RequestError(f"the arm {name!r} is there twice; name one of them: --arm NAME={specification}.")
+        model = dataclasses.replace(base.model, residual=recipe.resolve(specification).residual)
+        made[name] = Arm(label=LABELS.get(name, name), config=dataclasses.replace(base, model=model))
+    parent, *others = made
+    comparisons = [(other, parent) for other in others]
+    if {"rd", "block"} <= set(others):
+        comparisons.append(("rd", "block"))
+    steps = base.train.steps
+    milestones = base.train.milestones or sorted({max(1, round(share * steps)) for share in MILESTONES})
+    names = ", ".join(made[other].label for other in others)
+    return Study(
+        name=f"{names} against {made[parent].label}",
+        question=f"In one body, on the same tokens in the same order: what do {names} change against {made[parent].label}, at what cost?",
+        base=base,
+        arms=made,
+        comparisons=tuple(comparisons),
+        seeds=seeds,
+        milestones=tuple(dict.fromkeys((*milestones, steps))),
+    )
+
+
+def run_of(recipe: Recipe, data: Path, vocabulary: int, residual: str | None = None) -> RunConfig:
+    """The run of a recipe on data with a tokenizer of `vocabulary` entries."""
+    model = dataclasses.replace(recipe.resolve(residual), vocabulary=vocabulary)
+    return RunConfig(model=model, train=recipe.train, data=str(data))
+
+
+def _name(text: str) -> tuple[str, str]:
+    """`NAME=SPECIFICATION`, or a specification that names itself: `block:8,rank=16` is `block-8-rank-16`."""
+    head, equals, rest = text.partition("=")
+    if equals and "," not in head and ":" not in head:
+        return head, rest
+    return text.replace(":", "-").replace(",", "-").replace("=", "-"), text

@@ -1,0 +1,358 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from depthroute.common.errors import FailureError, RequestError
+from depthroute.data import EOS, SPLITS, Document, DocumentSplit, FileCorpus, Manifest, PrepareConfig, TokenDataset, prepare, read_manifest
+from depthroute.data.prepare import BATCH_CHARACTERS, BATCH_DOCUMENTS, _batches
+
+Writer = Callable[..., Path]
+
+
+def config(source: Path, **changes: Any) -> PrepareConfig:
+    settings: dict[str, Any] = {"source": str(source), "id_column": "id", "vocabulary": 300, "validation_share": 0.1, "test_share": 0.05} | changes
+    return PrepareConfig(**settings)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if not path.name.startswith(".")}
+
+
+def run_prepare(settings: PrepareConfig, directory: Path, *, before: str = "", report: str = "None", **environment: str) -> int:
+    """`prepare` in a new process; its exit status."""
+    code = f"""
+import json, os, signal, sys
+from pathlib import Path
+from depthroute.data import Manifest, PrepareConfig, prepare
+{before}
+prepare(PrepareConfig(**json.loads(sys.argv[1])), Path(sys.argv[2]), report={report})
+"""
+    command = [sys.executable, "-W", "error", "-c", code, json.dumps(dataclasses.asdict(settings)), str(directory)]
+    return subprocess.run(command, env=os.environ | environment).returncode
+
+
+def test_the_shards_hold_the_documents(write_jsonl: Writer, tmp_path: Path) -> None:
+    """Every document is in its split, in corpus order, ends with EOS and comes back as text; all counts and the entropy are those of the files."""
+    source = write_jsonl(300)
+    settings = config(source)
+    manifest = prepare(settings, tmp_path / "data")
+    dataset = TokenDataset.open(tmp_path / "data", verify=True)
+    assert dataset.manifest == manifest
+    tokenizer = dataset.tokenizer()
+    split = DocumentSplit(validation_share=0.1, test_share=0.05, sample_one_in=4, salt="depthroute")
+    documents = list(FileCorpus(source, id_column="id").documents(Counter()))
+    for name in SPLITS:
+        expected = [document.text for document in documents if split.split_of(document.id) == name]
+        tokens, boundaries = dataset.tokens(name), dataset.boundaries(name)
+        assert tokens.dtype == np.uint16 and len(boundaries) == len(expected) + 1 > 2
+        assert (boundaries[0], boundaries[-1]) == (0, len(tokens))
+        found = [tokens[start:end] for start, end in zip(boundaries[:-1], boundaries[1:], strict=True)]
+        assert all(part[-1] == EOS for part in found)
+        assert [tokenizer.decode(part.tolist()) for part in found] == expected
+        facts = manifest.split(name)
+        assert (facts.documents, facts.tokens) == (len(expected), len(tokens))
+        assert facts.bytes == sum(len(text.encode()) for text in expected)
+    _, counts = np.unique(dataset.tokens("train"), return_counts=True)
+    shares = counts / counts.sum()
+    assert manifest.unigram_entropy_nats == pytest.approx(-sum(p * math.log(p) for p in shares), rel=1e-12)
+    assert manifest.bytes_per_token == manifest.splits.train.bytes / manifest.splits.train.tokens
+    sampled = [document.text for document in documents if split.trains_tokenizer(document.id)]
+    assert manifest.tokenizer.training_documents == len(sampled)
+    assert manifest.tokenizer.training_bytes == sum(len(text.encode()) for text in sampled)
+
+
+def test_special_tokens_in_documents_never_end_one(tmp_path: Path) -> None:
+    source = tmp_path / "d.jsonl"
+    rows = [{"id": str(i), "text": f"<eos> text {i} <pad><eos>"} for i in range(200)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    prepare(config(source), tmp_path / "data")
+    tokens = TokenDataset.open(tmp_path / "data").tokens("train")
+    manifest = read_manifest(tmp_path / "data")
+    assert int((tokens == EOS).sum()) == manifest.splits.train.documents
+    assert int((tokens < EOS).sum()) == 0
+
+
+def test_a_new_process_writes_the_same_bytes(write_jsonl: Writer, tmp_path: Path) -> None:
+    """Also with other hash seeds and another number of threads, and when the files lie somewhere else."""
+    source = write_jsonl(300)
+    prepare(config(source), tmp_path / "one")
+    moved = tmp_path / "moved.jsonl"
+    source.rename(moved)
+    environment = {"PYTHONHASHSEED": "7", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    assert run_prepare(config(moved), tmp_path / "two", **environment) == 0
+    one, two = contents(tmp_path / "one"), contents(tmp_path / "two")
+    for name in one.keys() - {"manifest.json", "source.json"}:
+        assert one[name] == two[name], name
+    assert read_manifest(tmp_path / "one").fingerprint == read_manifest(tmp_path / "two").fingerprint
+    assert read_manifest(tmp_path / "one").corpus.content_hash == read_manifest(tmp_path / "two").corpus.content_hash
+
+
+def test_the_fingerprint_is_that_of_the_tokens(write_jsonl: Writer, tmp_path: Path) -> None:
+    source = write_jsonl(300)
+    manifest = prepare(config(source), tmp_path / "one")
+    assert prepare(config(source, salt="other"), tmp_path / "two").fingerprint != manifest.fingerprint
+    assert prepare(config(source, vocabulary=301), tmp_path / "three").fingerprint != manifest.fingerprint
+    described_otherwise = dataclasses.replace(manifest, prepare=config(Path("elsewhere")))
+    assert described_otherwise.fingerprint == manifest.fingerprint
+
+
+def test_a_large_vocabulary_is_stored_in_32_bits(write_jsonl: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for vocabulary, expected in ((65_536, "uint16"), (65_537, "uint32")):
+        source = write_jsonl(100, f"{vocabulary}.jsonl")
+        # The vocabulary of a small corpus is small; only what decides the type is large here.
+        monkeypatch.setattr("depthroute.data.tokenizer.TextTokenizer.vocabulary", property(lambda _, size=vocabulary: size))
+        manifest = prepare(config(source), tmp_path / expected)
+        dataset = TokenDataset.open(tmp_path / expected)
+        assert manifest.dtype == dataset.tokens("train").dtype.name == expected
+        assert dataset.tokens("train").max() < 300 and len(dataset.tokens("train")) == manifest.splits.train.tokens
+
+
+def test_a_second_call_returns_at_once(write_jsonl: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_jsonl(100)
+    manifest = prepare(config(source), tmp_path / "data")
+    before = contents(tmp_path / "data")
+    monkeypatch.setattr(FileCorpus, "documents", lambda *_: pytest.fail("the documents were read again"))
+    assert prepare(config(source), tmp_path / "data") == manifest
+    assert contents(tmp_path / "data") == before
+
+
+def test_files_that_were_only_touched_or_moved_are_the_same_corpus(write_jsonl: Writer, tmp_path: Path) -> None:
+    source = write_jsonl(100)
+    manifest = prepare(config(source), tmp_path / "data")
+    os.utime(source, ns=(1, 1))
+    lines: list[str] = []
+    assert prepare(config(source), tmp_path / "data", report=lines.append) == manifest
+    assert len(lines) == 1 and "comparing their content" in lines[0]
+    moved = source.rename(tmp_path / "moved.jsonl")
+    assert prepare(config(moved), tmp_path / "data") == manifest
+    assert prepare(config(moved), tmp_path / "data", report=lambda line: pytest.fail(line)) == manifest  # the stamp was renewed
+
+
+def test_another_corpus_or_configuration_is_refused(write_jsonl: Writer, tmp_path: Path) -> None:
+    source = write_jsonl(100)
+    prepare(config(source), tmp_path / "data")
+    before = contents(tmp_path / "data")
+    with pytest.raises(RequestError, match="was prepared with vocabulary 300, not 310; give another directory"):
+        prepare(config(source, vocabulary=310), tmp_path / "data")
+    with pytest.raises(RequestError, match="was prepared from another corpus"):
+        prepare(config(write_jsonl(101)), tmp_path / "data")
+    assert contents(tmp_path / "data") == before
+
+
+def test_a_directory_of_somebody_else_is_refused(write_jsonl: Writer, tmp_path: Path) -> None:
+    source = write_jsonl(100)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "train.bin").write_bytes(b"precious")
+    with pytest.raises(RequestError, match="is not empty and holds no prepared data"):
+        prepare(config(source), tmp_path / "theirs")
+    assert (tmp_path / "theirs" / "train.bin").read_bytes() == b"precious"
+    with pytest.raises(RequestError, match="is a file; give the path of a directory"):
+        prepare(config(source), source)
+
+
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize(
+    ("before", "report"),
+    [
+        ("", f"lambda line: {KILL} if line.startswith('training') else None"),
+        ("", f"lambda line: {KILL} if line.startswith('tokenizing') else None"),
+        (f"from depthroute.data.shards import ShardWriter\nShardWriter.finish = lambda self: {KILL}", "None"),
+        (f"Manifest.write = lambda self, directory: {KILL}", "None"),
+    ],
+    ids=["while training the tokenizer", "before the shards", "with shards half flushed", "before the manifest"],
+)
+def test_a_killed_preparation_is_finished_by_the_next_call(before: str, report: str, write_jsonl: Writer, tmp_path: Path) -> None:
+    settings = config(write_jsonl(200))
+    assert run_prepare(settings, tmp_path / "killed", before=before, report=report) == -signal.SIGKILL
+    with pytest.raises(RequestError, match=r"holds no manifest\.json"):
+        TokenDataset.open(tmp_path / "killed")
+    prepare(settings, tmp_path / "killed")
+    prepare(settings, tmp_path / "whole")
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def test_two_processes_may_prepare_at_once(write_jsonl: Writer, tmp_path: Path) -> None:
+    """The second waits while the first is held in its report, then finds the work done."""
+    settings = config(write_jsonl(100))
+    working, waiting = threading.Event(), threading.Event()
+    told: dict[str, list[str]] = {"first": [], "second": []}
+
+    def first(line: str) -> None:
+        told["first"].append(line)
+        working.set()
+        assert waiting.wait(30)
+
+    def second(line: str) -> None:
+        told["second"].append(line)
+        waiting.set()
+
+    results: dict[str, Manifest] = {}
+    one = threading.Thread(target=lambda: results.update(first=prepare(settings, tmp_path / "data", report=first)))
+    one.start()
+    assert working.wait(30)
+    results["second"] = prepare(settings, tmp_path / "data", report=second)
+    one.join(30)
+    assert results["first"] == results["second"]
+    assert len(told["second"]) == 1 and "waiting" in told["second"][0]
+
+
+@pytest.mark.parametrize("name", ["train.bin", "validation.index.bin", "tokenizer.json"])
+def test_damaged_files_are_named(name: str, write_jsonl: Writer, tmp_path: Path) -> None:
+    settings, directory = config(write_jsonl(100)), tmp_path / "data"
+    prepare(settings, directory)
+    whole = (directory / name).read_bytes()
+    (directory / name).write_bytes(whole[:-2])
+    for opening in (lambda: TokenDataset.open(directory), lambda: prepare(settings, directory)):
+        with pytest.raises(FailureError, match=f"{name} has {len(whole) - 2} bytes and the manifest says {len(whole)}"):
+            opening()
+    (directory / name).write_bytes(whole[:-2] + bytes([whole[-2] ^ 1, whole[-1]]))
+    TokenDataset.open(directory)
+    with pytest.raises(FailureError, match=f"{name} does not have the SHA-256 that the manifest says"):
+        TokenDataset.open(directory, verify=True)
+    (directory / name).unlink()
+    with pytest.raises(FailureError, match=f"{name} is missing"):
+        TokenDataset.open(directory)
+
+
+def test_damaged_manifests_are_named(write_jsonl: Writer, tmp_path: Path) -> None:
+    prepare(config(write_jsonl(100)), tmp_path / "data")
+    path = tmp_path / "data" / "manifest.json"
+    whole = path.read_text(encoding="utf-8")
+    for damaged, message in (
+        (whole[:200], "is not valid JSON"),
+        (whole.replace('"format": 1', '"format": 2'), "has the format 2, this version reads 1"),
+        (whole.replace('"bytes_per_token"', '"bytes_a_token"'), "is not a whole manifest: .*unknown field 'bytes_a_token'"),
+    ):
+        path.write_text(damaged, encoding="utf-8")
+        with pytest.raises(FailureError, match=message):
+            TokenDataset.open(tmp_path / "data")
+
+
+def test_an_empty_test_split_is_an_empty_array(write_jsonl: Writer, tmp_path: Path) -> None:
+    prepare(config(write_jsonl(100), test_share=0.0), tmp_path / "data")
+    dataset = TokenDataset.open(tmp_path / "data")
+    assert dataset.tokens("test").shape == (0,) and dataset.boundaries("test").tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "message"),
+    [
+        ("", {}, r"the corpus d\.jsonl has no documents .its files are empty"),
+        ('{"id": "a", "text": null}\n', {}, r"the corpus d\.jsonl has no documents .1 rows whose text is null"),
+        ('{"id": "a", "text": "only one"}\n', {}, "has 1 document, too few to set one aside for validation"),
+        (3, {"validation_share": 0.0001}, r"none of the 3 documents of d\.jsonl fell into validation at validation_share 0\.0001; raise"),
+        (3, {"validation_share": 0.9999, "test_share": 0.0}, "none of the 3 documents of .* fell into training; lower validation_share"),
+        (5, {"validation_share": 0.5, "sample_one_in": 10**9}, "fell into the tokenizer's sample; set sample_one_in to 1"),
+    ],
+)
+def test_a_corpus_that_is_too_small_is_refused(rows: str | int, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    source = tmp_path / "d.jsonl"
+    source.write_text(rows if isinstance(rows, str) else "".join(f'{{"id": "{i}", "text": "t {i}"}}\n' for i in range(rows)), encoding="utf-8")
+    with pytest.raises(RequestError, match=message):
+        prepare(config(source, **changes), tmp_path / "data")
+    assert not (tmp_path / "data" / "manifest.json").exists()
+
+
+def test_the_share_that_the_refusal_names_is_enough(write_jsonl: Writer, tmp_path: Path) -> None:
+    source = write_jsonl(6)
+    with pytest.raises(RequestError) as caught:
+        prepare(config(source, validation_share=0.0001, sample_one_in=1), tmp_path / "data")
+    share = float(str(caught.value).rsplit(" ", 1)[1].rstrip("."))
+    manifest = prepare(config(source, validation_share=share + 0.0001, sample_one_in=1), tmp_path / "data")
+    assert manifest.splits.validation.documents == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocabulary": 259}, "vocabulary cannot be 259; it takes 260"),
+        ({"sample_one_in": 0}, "sample_one_in cannot be 0"),
+        ({"validation_share": 0.0}, "validation_share cannot be 0.0"),
+        ({"validation_share": 1.0}, "validation_share cannot be 1.0"),
+        ({"test_share": -0.1}, "test_share cannot be -0.1"),
+        ({"validation_share": 0.6, "test_share": 0.4}, "leave nothing to train on"),
+        ({"validation_share": math.nan}, "validation_share cannot be nan"),
+        ({"salt": ""}, "salt cannot be ''"),
+        ({"salt": "a\0b"}, "salt cannot be"),
+        ({"source": ""}, "source cannot be empty"),
+    ],
+)
+def test_wrong_configurations_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        PrepareConfig(**changes)
+
+
+def test_columns_of_the_docstrings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="text_column and id_column belong to files"):
+        prepare(PrepareConfig(id_column="id"), tmp_path / "data")
+
+
+def test_a_corpus_that_changes_while_it_is_read_is_refused(write_jsonl: Writer, tmp_path: Path) -> None:
+    source = write_jsonl(100)
+
+    def change(line: str) -> None:
+        if line.startswith("tokenizing"):
+            write_jsonl(99)
+
+    with pytest.raises(FailureError, match="changed while it was being read"):
+        prepare(config(source), tmp_path / "data", report=change)
+    assert not (tmp_path / "data" / "manifest.json").exists()
+
+
+def test_batches_hold_a_bounded_amount_of_text() -> None:
+    taken = 0
+
+    def documents(length: int) -> Any:
+        nonlocal taken
+        for i in range(10 * BATCH_DOCUMENTS):
+            taken += 1
+            yield Document(str(i), "x" * length)
+
+    assert len(next(_batches(documents(10)))) == taken == BATCH_DOCUMENTS
+    taken = 0
+    assert len(next(_batches(documents(BATCH_CHARACTERS // 3)))) == taken == 3 + 1
+
+
+def test_a_full_disk_is_one_sentence(write_jsonl: Writer, tmp_path: Path) -> None:
+    """`/dev/full` refuses every byte as a full disk does."""
+    settings, directory = config(write_jsonl(100)), tmp_path / "data"
+    directory.mkdir()
+    (directory / "source.json").write_text("{}", encoding="utf-8")
+    (directory / "train.bin").symlink_to("/dev/full")
+    with pytest.raises(FailureError, match=r"the disk is full while writing .*train\.bin; free some space"):
+        prepare(settings, directory)
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
+    """The peak of a process that prepares 12 MB is less than 8 MB above that of one that prepares 3 MB."""
+    peaks = []
+    for megabytes in (3, 12):
+        source = tmp_path / f"{megabytes}.jsonl"
+        row = json.dumps({"text": "the residual stream of a network " * 300})
+        with source.open("w", encoding="utf-8") as file:
+            for i in range(megabytes * 100):
+                file.write(row.replace("stream", f"stream {i}", 1) + "\n")
+        code = (
+            "import resource, sys; from pathlib import Path; from depthroute.data import PrepareConfig, prepare\n"
+            "prepare(PrepareConfig(source=sys.argv[1], vocabulary=300, sample_one_in=1), Path(sys.argv[2]))\n"
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        )
+        command = [sys.executable, "-c", code, str(source), str(tmp_path / str(megabytes))]
+        peaks.append(int(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    assert peaks[1] - peaks[0] < 8 * 1024 * (1024 if sys.platform == "darwin" else 1)
