@@ -55,7 +55,8 @@ def draw(name: str, description: str, paint: Callable[[Figure], None], *, width:
 def axes(figure: Figure, *, left: float, top: float, right: float = 14.0, bottom: float = 44.0) -> Axes:
     """Axes at given distances in pixels from the figure's edges: horizontal grid lines, no box, small muted tick labels."""
     width, height = figure.get_size_inches() * 72
-    ax = figure.add_axes((left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height), facecolor="none")
+    place = (left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height)
+    ax = figure.add_axes(place, facecolor="none")
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.spines["bottom"].set_color(color("muted"))
     ax.spines["bottom"].set_linewidth(0.8)
@@ -83,7 +84,7 @@ def decimal_ticks(axis: Axis, low: float, high: float, ticks: int = 5) -> None:
     gap = places[1] - places[0] if len(places) > 1 else high - low
     decimals = next((d for d in range(1, 6) if abs(round(gap, d) - gap) < 1e-3 * gap), 6)
     axis.set_major_locator(FixedLocator(places))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.{decimals}f}".replace(f"-{0:.{decimals}f}", f"{0:.{decimals}f}").replace("-", MINUS)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{0.0 if abs(value) < 1e-9 else value:.{decimals}f}".replace("-", MINUS)))
 
 
 def heading(figure: Figure, title: str, subtitle: str) -> float:

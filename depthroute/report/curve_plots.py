@@ -39,8 +39,8 @@ def curves_figure(study: StoredStudy, entropy: float | None) -> FigureBlock | No
     training = [_curves(arm, [smooth([(m["step"], m["loss"]) for m in cell.metrics], window) for cell in done]) for arm, done in cells]
     validation = [_curves(arm, [cell.validation() for cell in done]) for arm, done in cells]
     panels = []
-    for name, title, curves, markers in (("training", "Training loss", training, False), ("validation", "Validation loss", validation, True)):
-        drawn = [c for c in curves if len(c.mean) > 1]
+    for name, curves, markers in (("training", training, False), ("validation", validation, True)):
+        title, drawn = f"{name.capitalize()} loss", [c for c in curves if len(c.mean) > 1]
         if drawn:
             end = max(c.mean[-1][0] for c in drawn)
             panels.append(_panel(f"{name}-whole", title, drawn, 0, end, entropy, markers))
@@ -54,8 +54,8 @@ def curves_figure(study: StoredStudy, entropy: float | None) -> FigureBlock | No
     caption += f"Training loss is a trailing mean over {numbers.plural(window, 'step')}. "
     if entropy is not None:
         caption += (
-            f"The dashed line is the unigram entropy of the corpus, {numbers.nats(entropy)} nats: what knowing the token frequencies alone would "
-            "reach. "
+            f"The dashed line is the unigram entropy of the corpus, {numbers.nats(entropy)} nats: what knowing the token frequencies alone "
+            "would reach. "
         )
     caption += "The panels of the second half have vertical axes of their own."
     return FigureBlock("Loss curves.", caption, panels)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from depthroute.report import numbers
 from depthroute.report.document import Block, Bullets, Inline, KeyNumbers, Note, Paragraph, Strong, Text
-from depthroute.report.stored import Comparison, StoredStudy
+from depthroute.report.numbers import NO_BREAK
+from depthroute.report.stored import Cell, Comparison, StoredStudy
 
 
 def verdict(study: StoredStudy) -> Text:
@@ -19,30 +20,23 @@ def verdict(study: StoredStudy) -> Text:
     arm, parent = headline.arm.label, headline.parent.label
     if end is None:
         return [Strong(f"No verdict yet: no seed has finished both {arm} and {parent}."), " What is there so far is reported below."]
-    n, mean = len(end["seeds"]), end["mean"]
-    steps = f" after {study.endpoint_step:,} steps" if study.endpoint_step else ""
-    direction = "lower" if mean < 0 else "higher" if mean > 0 else "no different"
-    perplexity = -end["mean_relative_perplexity_reduction"]
-    parts: list[Inline] = [
-        f"The validation loss of {arm} is ",
-        Strong(f"{numbers.nats(abs(mean))}{numbers.NO_BREAK}nats {direction}" if mean else "no different"),
-        f" than {'' if mean else 'from '}that of {parent}{steps}" if mean else f" from that of {parent}{steps}",
-    ]
+    mean, seeds = end["mean"], numbers.plural(len(end["seeds"]), "paired seed")
+    size = f"{numbers.nats(abs(mean))}{NO_BREAK}nats {'lower than' if mean < 0 else 'higher than'}" if mean else "no different from"
+    after = f" after {study.endpoint_step:,} steps" if study.endpoint_step else ""
+    change = numbers.percent(-end["mean_relative_perplexity_reduction"])
+    parts: list[Inline] = [f"The validation loss of {arm} is ", Strong(size), f" that of {parent}{after}"]
     if end["t_interval"] is None:
         parts.append(
-            f", a perplexity change of {numbers.percent(perplexity)}. Only one seed is complete in both arms, so there is no interval: the "
-            "difference may be the luck of the seed, and this study cannot tell."
+            f", a perplexity change of {change}. Only one seed is complete in both arms, so there is no interval: the difference may be the "
+            "luck of the seed, and this study cannot tell."
         )
         return parts
-    parts.append(
-        f" on average over {numbers.plural(n, 'paired seed')} (95{numbers.NO_BREAK}% t interval of the difference "
-        f"{numbers.interval(end['t_interval'])}), a perplexity change of {numbers.percent(perplexity)}. {_wins(end)} "
-    )
-    low, high = end["t_interval"]
-    if low <= 0 <= high:
-        parts.append(Strong("The interval includes zero: this study cannot tell the two apart."))
-    else:
+    interval = f"95{NO_BREAK}% t interval of the difference {numbers.interval(end['t_interval'])}"
+    parts.append(f" on average over {seeds} ({interval}), a perplexity change of {change}. {_wins(end)} ")
+    if _excludes_zero(end):
         parts += [Strong("The interval excludes zero"), f": here, {arm} is {'better' if mean < 0 else 'worse'} than {parent}."]
+    else:
+        parts.append(Strong("The interval includes zero: this study cannot tell the two apart."))
     return parts
 
 
@@ -52,20 +46,21 @@ def lead_blocks(study: StoredStudy) -> list[Block]:
     end = study.comparisons[0].endpoint if study.comparisons else None
     if end is not None:
         n = len(end["seeds"])
-        interval = numbers.interval(end["t_interval"]).replace(f"{numbers.NO_BREAK}to{numbers.NO_BREAK}", f" to{numbers.NO_BREAK}") if end["t_interval"] else "none"
+        # Here, and only here, an interval may be broken after its first bound: the boxes are narrow on a phone.
+        interval = numbers.interval(end["t_interval"]).replace(f"{NO_BREAK}to", " to") if end["t_interval"] else "none"
+        freedom = f"{numbers.plural(n - 1, 'degree')} of freedom" if n > 1 else "one seed: no interval"
+        change = numbers.percent(-end["mean_relative_perplexity_reduction"])
         blocks.append(KeyNumbers([
             ("Mean difference, nats", numbers.difference(end["mean"]), "negative is better"),
-            (f"95{numbers.NO_BREAK}% t interval", interval, f"{numbers.plural(n - 1, 'degree')} of freedom" if n > 1 else "one seed: no interval"),
-            ("Perplexity", numbers.percent(-end["mean_relative_perplexity_reduction"]), "relative to the parent"),
+            (f"95{NO_BREAK}% t interval", interval, freedom),
+            ("Perplexity", change, "relative to the parent"),
             ("Seeds that are better", f"{end['wins']} of {n}", f"sign-flip p {numbers.probability(end['sign_flip_p'])}"),
-        ]))
+        ]))  # fmt: skip
     missing = study.missing()
     if missing:
-        total = len(study.cells)
-        blocks.append(Note([
-            Strong(f"{len(missing)} of {numbers.plural(total, 'run')} {'is' if len(missing) == 1 else 'are'} missing."),
-            " The statistics use the seeds that are complete in both arms of a comparison. The missing runs are named below.",
-        ]))
+        count = f"{len(missing)} of {numbers.plural(len(study.cells), 'run')} {'is' if len(missing) == 1 else 'are'} missing."
+        rest = " The statistics use the seeds that are complete in both arms of a comparison. The missing runs are named below."
+        blocks.append(Note([Strong(count), rest]))
     return blocks
 
 
@@ -74,11 +69,11 @@ def other_comparisons(study: StoredStudy, few: int) -> Block:
     others = study.comparisons[1:]
     if len(study.comparisons) <= few:
         return Bullets([_sentence(comparison) for comparison in others])
-    intervals = [c.endpoint["t_interval"] for c in others if c.endpoint is not None and c.endpoint["t_interval"]]
-    below, above = sum(high < 0 for _, high in intervals), sum(low > 0 for low, _ in intervals)
+    decided = [c.endpoint["mean"] for c in others if c.endpoint is not None and c.endpoint["t_interval"] and _excludes_zero(c.endpoint)]
+    below, above = sum(mean < 0 for mean in decided), sum(mean > 0 for mean in decided)
     return Paragraph(
-        f"Besides the headline there are {numbers.plural(len(others), 'comparison')}. In {below} of them the interval lies below zero (the arm is "
-        f"better), in {above} above it (worse), and {len(others) - below - above} cannot tell or have no interval yet."
+        f"Besides the headline there are {numbers.plural(len(others), 'comparison')}. In {below} of them the interval lies below zero (the "
+        f"arm is better), in {above} above it (worse), and {len(others) - below - above} cannot tell or have no interval yet."
     )
 
 
@@ -90,56 +85,49 @@ def limits(study: StoredStudy, data: Mapping[str, Any]) -> list[Text]:
         items.append(_seed_limit(min(counts)))
     if len(study.comparisons) > 1:
         items.append(
-            f"{numbers.plural(len(study.comparisons), 'comparison')} are made and no correction for that is applied; the first was named as the "
-            "headline in the plan before training began."
+            f"{numbers.plural(len(study.comparisons), 'comparison')} are made and no correction for that is applied; the first was named as "
+            "the headline in the plan, before training began."
         )
     items += _scale_limit(study, data)
     if data.get("corpus") is not None:
-        items.append([
-            "One corpus, one split, one tokenizer. ",
-            "If it is made from the packages installed on a machine, its text changes with their versions: compare its hash before comparing losses.",
-        ])
-    evaluated = _evaluated_tokens(study)
+        items.append(
+            "One corpus, one split, one tokenizer. A corpus made from the packages that are installed on a machine changes with their "
+            "versions: compare its hash before comparing losses between machines."
+        )
+    evaluated = max((e.get("evaluated_tokens") or 0 for cell in _complete(study) for e in cell.evaluations[-1:]), default=0)
     if evaluated:
         items.append(
-            f"Validation averages over {numbers.count(evaluated)} tokens, the same ones in every run. The intervals above describe the spread over "
-            "seeds, not over other validation texts."
+            f"Validation averages over {numbers.count(evaluated)} tokens, the same ones in every run. The intervals above describe the "
+            "spread over seeds, not over other validation texts."
         )
-    items.append(
-        "Speed is the median of step times on one machine"
-        + (", a CPU shared with whatever else ran on it" if _on_cpu(study) else "")
-        + ": small differences in tokens per second may be noise. Peak memory is that of the whole process, libraries included."
-    )
-    items.append("One setting of the learning rate and of every other hyperparameter serves all arms; none was tuned separately, and no other was tried here.")
+    items += [_speed_limit(study), _recipe_limit(study)]
     return items
 
 
 def smallest_p(seeds: int) -> float:
-    """The smallest two-sided p an exact sign-flip test of `seeds` pairs can reach: 2 / 2^n."""
-    return 2.0 / 2**seeds
+    """The smallest two-sided p that an exact sign-flip test of `seeds` pairs can reach: 2 / 2^n."""
+    return 1.0 / 2 ** (seeds - 1)
 
 
 def _seed_limit(fewest: int) -> str:
     if fewest == 1:
         return "One seed: no interval can be formed, and no statement about other seeds follows."
     p = smallest_p(fewest)
-    text = (
-        f"With {fewest} seeds the exact sign-flip test cannot go below p = {numbers.probability(p)}"
-        + (", so that it can never reach 0.05 here" if p > 0.05 else "")
-        + "."
-    )
+    text = f"With {fewest} seeds the exact sign-flip test cannot go below p = {numbers.probability(p)}"
+    text += ", so that it can never reach 0.05 here." if p > 0.05 else "."
     if fewest <= 5:
         text += (
-            f" The t interval has {numbers.plural(fewest - 1, 'degree')} of freedom and rests on the differences being normally distributed, which so "
-            "few cannot show; the bootstrap interval is too narrow with so few seeds and is given for comparison with the literature only."
+            f" The t interval has {numbers.plural(fewest - 1, 'degree')} of freedom and rests on the differences being normally "
+            "distributed, which so few cannot show; the bootstrap interval is too narrow with so few seeds and is given for comparison "
+            "with the literature only."
         )
     return text
 
 
 def _scale_limit(study: StoredStudy, data: Mapping[str, Any]) -> list[Text]:
-    done = [cell.result for arm in study.arms for cell in study.complete(arm) if cell.result]
-    totals = sorted({r["parameters"]["total"] for r in done if r.get("parameters")})
-    tokens = max((r["tokens"] for r in done if r.get("tokens")), default=None)
+    done = [cell.result for cell in _complete(study) if cell.result]
+    totals = sorted({r["parameters"]["total"] for r in done})
+    tokens = max((r["tokens"] for r in done), default=None)
     if not totals or tokens is None:
         return []
     size = numbers.scaled(totals[-1], "parameters")
@@ -147,15 +135,38 @@ def _scale_limit(study: StoredStudy, data: Mapping[str, Any]) -> list[Text]:
     available = ((data.get("splits") or {}).get("train") or {}).get("tokens")
     if available:
         text += f" ({tokens / available:.2f} passes over the training split)"
-    return [text + f", which is {tokens / totals[-1]:.1f} tokens per parameter. Nothing here says what happens at another scale or with longer training."]
+    text += f", which is {tokens / totals[-1]:.1f} tokens per parameter."
+    return [f"{text} Nothing here says what happens at another scale or with longer training."]
+
+
+def _speed_limit(study: StoredStudy) -> str:
+    if any(not cell.environment.get("gpu") for cell in _complete(study)):
+        return (
+            "Speed comes from the wall-clock times of steps on a CPU, where anything else that runs slows a step: a difference of a few "
+            "percent may be noise. Peak memory is that of the whole process, libraries included."
+        )
+    return "Speed comes from the wall-clock times of steps: small differences may be noise. Peak memory is the largest allocation on the GPU."
+
+
+def _recipe_limit(study: StoredStudy) -> str:
+    recipes = [arm.config.get("train") for arm in study.arms]
+    if all(recipe == recipes[0] for recipe in recipes):
+        return "All arms share one learning rate and one recipe; whether another would favour another arm, this study does not say."
+    return "The arms differ in their training recipe as well as in the residual method; a difference may come from either."
+
+
+def _complete(study: StoredStudy) -> list[Cell]:
+    return [cell for arm in study.arms for cell in study.complete(arm)]
+
+
+def _excludes_zero(end: Mapping[str, Any]) -> bool:
+    low, high = end["t_interval"]
+    return bool(low > 0 or high < 0)
 
 
 def _wins(end: Mapping[str, Any]) -> str:
     n = len(end["seeds"])
-    lower, higher = end["wins"], end["losses"]
-    if lower == n or higher == n:
-        return f"It is {'lower' if lower == n else 'higher'} in {n} of {n} seeds."
-    return f"It is lower in {lower} of {n} seeds."
+    return f"It is higher in {n} of {n} seeds." if end["losses"] == n else f"It is lower in {end['wins']} of {n} seeds."
 
 
 def _sentence(comparison: Comparison) -> Text:
@@ -165,19 +176,6 @@ def _sentence(comparison: Comparison) -> Text:
     if end["t_interval"] is None:
         rest = "one seed, no interval."
     else:
-        low, high = end["t_interval"]
-        zero = "which includes zero" if low <= 0 <= high else "which excludes zero"
-        rest = f"95{numbers.NO_BREAK}% t interval {numbers.interval(end['t_interval'])}, {zero}; lower in {end['wins']} of {len(end['seeds'])} seeds."
-    return [Strong(f"{comparison.name}: "), f"{numbers.difference(end['mean'])}{numbers.NO_BREAK}nats, {rest}"]
-
-
-def _evaluated_tokens(study: StoredStudy) -> int | None:
-    sizes: Sequence[int] = [
-        e["evaluated_tokens"] for arm in study.arms for cell in study.complete(arm) for e in cell.evaluations[-1:] if e.get("evaluated_tokens")
-    ]
-    return max(sizes, default=None)
-
-
-def _on_cpu(study: StoredStudy) -> bool:
-    environments = [cell.environment for arm in study.arms for cell in study.complete(arm)]
-    return any("cpu" in str(e.get("device", "cpu")).lower() for e in environments)
+        zero = "which excludes zero" if _excludes_zero(end) else "which includes zero"
+        rest = f"95{NO_BREAK}% t interval {numbers.interval(end['t_interval'])}, {zero}; {_wins(end).removeprefix('It is ')}"
+    return [Strong(f"{comparison.name}: "), f"{numbers.difference(end['mean'])}{NO_BREAK}nats, {rest}"]

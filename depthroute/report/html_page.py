@@ -100,7 +100,8 @@ def _block(block: Block, numbering: Numbering) -> str:
 def _figure(figure: FigureBlock, numbering: Numbering) -> str:
     number = numbering.figure()
     panels = "\n".join(
-        f'<div class="panel{" broad" if panel.width > BROAD else ""}" id="{escape(panel.name)}" style="--natural: {panel.width}px">{inline(panel.svg, panel.description)}</div>'
+        f'<div class="panel{" broad" if panel.width > BROAD else ""}" id="{escape(panel.name)}" style="--natural: {panel.width}px">'
+        f"{inline(panel.svg, panel.description)}</div>"
         for panel in figure.panels
     )
     # With an odd number of panels the caption takes the place that is left in the grid.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 
 from depthroute.report.document import (
@@ -78,8 +78,8 @@ def _table(table: Table) -> str:
     return "\n".join(lines)
 
 
-def _row(cells: Iterator[str] | list[str] | tuple[str, ...] | object, raw: bool = False) -> str:
-    return "| " + " | ".join(cell if raw else _escape(cell) for cell in cells) + " |"  # type: ignore[attr-defined]
+def _row(cells: Sequence[str], raw: bool = False) -> str:
+    return "| " + " | ".join(cell if raw else _escape(cell) for cell in cells) + " |"
 
 
 def _text(text: Text) -> str:

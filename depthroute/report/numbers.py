@@ -24,7 +24,7 @@ def difference(value: float | None) -> str:
 
 
 def interval(bounds: Sequence[float] | None) -> str:
-    """A pair of signed bounds in nats: `−0.0301 to −0.0124`."""
+    """A pair of signed bounds in nats: minus 0.0301 to minus 0.0124."""
     return NONE if bounds is None else f"{difference(bounds[0])} to {difference(bounds[1])}".replace(" ", NO_BREAK)
 
 

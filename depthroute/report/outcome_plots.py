@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from depthroute.report import canvas, numbers
 from depthroute.report.document import FigureBlock, Panel
@@ -21,8 +22,8 @@ BAND_SEEDS = 3  # a t interval of two seeds is nine standard deviations to each 
 
 def endpoints_figure(study: StoredStudy) -> FigureBlock | None:
     """Per arm every seed's NLL at the endpoint, and per comparison every seed's difference with the mean and its t interval."""
-    arms = [(arm, {cell.seed: nll for cell in study.complete(arm) for nll in [_endpoint_nll(study, cell.result)]}) for arm in study.arms]
-    arms = [(arm, values) for arm, values in arms if values]
+    every = [(arm, {cell.seed: float(cell.result["nll"]) for cell in study.complete(arm) if cell.result}) for arm in study.arms]
+    arms = [(arm, values) for arm, values in every if values]
     compared = [c for c in study.comparisons if c.endpoint is not None]
     panels = []
     if arms:
@@ -35,7 +36,8 @@ def endpoints_figure(study: StoredStudy) -> FigureBlock | None:
     several = any(len(values) > 1 for _, values in arms)
     with_interval = any(c.endpoint is not None and c.endpoint["t_interval"] for c in compared)
     caption = "Further left is better. Small marks are single seeds"
-    caption += "; a thin line joins the same seed across arms, since it has the same initial weights and the same batches in each" if several else ""
+    if several:
+        caption += "; a thin line joins the same seed across arms, since it has the same initial weights and the same batches in each"
     caption += ". Diamonds are means, bars their 95 % t intervals." if with_interval else ". With one seed there is no interval."
     return FigureBlock("Endpoints, seed by seed.", caption, panels)
 
@@ -69,7 +71,7 @@ def _endpoint_panel(rows: Sequence[tuple[str, int, dict[int, float]]], seeds: Se
             ax.plot([x if x is not None else float("nan") for x, _ in points], [y for _, y in points], color=color("muted"), linewidth=0.9,
                     alpha=0.65, zorder=2)
         for y, (label, index, values) in enumerate(rows):
-            mean = numbers.mean(list(values.values()))
+            mean = math.fsum(values.values()) / len(values)
             _row_label(ax, y, label)
             ax.plot(list(values.values()), [y] * len(values), canvas.marker(index), color=arm_color(index), markersize=6.5, alpha=0.75,
                     markeredgewidth=0, zorder=3)
@@ -102,7 +104,8 @@ def _difference_panel(compared: Sequence[Comparison]) -> Panel:
         _row_limits(ax, [0.0, *[x for end in ends for x in (*end["differences"], *(end["t_interval"] or ()))]])
 
     words = "; ".join(
-        f"{c.name}: mean {numbers.difference(e['mean'])}" + (f", 95 % t interval {numbers.interval(e['t_interval'])}" if e["t_interval"] else "")
+        f"{c.name}: mean {numbers.difference(e['mean'])}"
+        + (f", 95 % t interval {numbers.interval(e['t_interval'])}" if e["t_interval"] else "")
         for c, e in zip(compared, ends, strict=True)
     )
     return canvas.draw("differences", f"Paired differences at the endpoint in nats. {words}.", paint, height=_row_height(len(compared)))
@@ -118,7 +121,8 @@ def _gap_panel(comparison: Comparison, limits: tuple[float, float]) -> Panel:
         ax.axhline(0, color=color("ink"), linewidth=1.1, zorder=2)
         bands = [(m["step"], *band) for m in milestones for band in [_band(m)] if band]
         if bands:
-            ax.fill_between([b[0] for b in bands], [b[1] for b in bands], [b[2] for b in bands], color=arm_color(index), alpha=0.2, linewidth=0)
+            at, lower, upper = zip(*bands, strict=True)
+            ax.fill_between(at, lower, upper, color=arm_color(index), alpha=0.2, linewidth=0)
         for seed in sorted({seed for m in milestones for seed in m["seeds"]}):
             line = [(m["step"], d) for m in milestones for s, d in zip(m["seeds"], m["differences"], strict=True) if s == seed]
             ax.plot([x for x, _ in line], [y for _, y in line], color=arm_color(index), linewidth=0.9, alpha=0.65)
@@ -131,13 +135,12 @@ def _gap_panel(comparison: Comparison, limits: tuple[float, float]) -> Panel:
 
     words = ", ".join(f"step {m['step']:,}: {numbers.difference(m['mean'])}" for m in milestones)
     name = f"gap-{comparison.arm.index}-{comparison.parent.index}"
-    return canvas.draw(name, f"Mean difference over training, {comparison.name}. {words}.", paint, height=220 + canvas.heading_height(comparison.name))
+    height = 220 + canvas.heading_height(comparison.name)
+    return canvas.draw(name, f"Mean difference over training, {comparison.name}. {words}.", paint, height=height)
 
 
-def _band(milestone: dict | object) -> tuple[float, float] | None:
+def _band(m: Mapping[str, Any]) -> tuple[float, float] | None:
     """The t interval from three seeds on, one standard deviation to each side with two, nothing with one."""
-    m = milestone
-    assert isinstance(m, dict)
     if len(m["seeds"]) >= BAND_SEEDS and m["t_interval"]:
         return m["t_interval"][0], m["t_interval"][1]
     return (m["mean"] - m["sd"], m["mean"] + m["sd"]) if m["sd"] is not None and len(m["seeds"]) > 1 else None
@@ -149,11 +152,6 @@ def _band_words(fewest: int) -> str:
     if fewest == 2:
         return "The band is one standard deviation to each side: with two seeds a t interval would fill the panel."
     return "With one seed there is no band."
-
-
-def _endpoint_nll(study: StoredStudy, result: object) -> float:
-    assert isinstance(result, dict)
-    return float(result["nll"])
 
 
 def _row_height(rows: int) -> float:
@@ -179,7 +177,7 @@ def _row_value(ax: Axes, y: float, shown: str) -> None:
                 fontsize=canvas.TEXT_SIZE, fontweight="bold", annotation_clip=False)
 
 
-def _mean_mark(ax: Axes, x: float | None, y: float, index: int) -> None:
+def _mean_mark(ax: Axes, x: float, y: float, index: int) -> None:
     ax.plot([x], [y], "D", color=arm_color(index), markersize=8.5, markeredgecolor=color("paper"), markeredgewidth=1.5, zorder=4)
 
 

@@ -53,8 +53,8 @@ def heat_figures(study: StoredStudy) -> list[FigureBlock]:
         panels = [_heat_panel(arm, role, sites, single=len(averaged) == 1) for role, sites in averaged]
         tokens = runs[0].get("tokens")
         caption = (
-            "A row is a place where the depth memory is read, a column a source; a row sums to one. An empty place means that the source does "
-            "not exist there"
+            "A row is a place where the depth memory is read, a column a source; a row sums to one. An empty place means that the source "
+            "does not exist there"
             + ("; a dotted outline marks the partial sum of a block that is still open" if any_open(averaged) else "")
             + f". Mean over {numbers.plural(len(runs), 'seed')}"
             + (f" and {numbers.count(tokens)} tokens each" if tokens else "")
@@ -79,8 +79,8 @@ def divergence_figure(study: StoredStudy) -> FigureBlock | None:
         return None
     several = any(len(seeds) > 1 for _, seeds in lines)
     caption = (
-        f"Jensen-Shannon divergence between the two roles' routing weights, in nats: zero where both read the same, {math.log(2):.3f} (ln 2) "
-        "where they share no source. " + ("Dots are single seeds, the line their mean, the bar their range." if several else "One seed.")
+        "Jensen-Shannon divergence between the two roles' routing weights, in nats: zero where both read the same, "
+        f"{math.log(2):.3f} (ln 2) where they share no source. " + ("Dots are single seeds, the line their mean, the bar their range." if several else "One seed.")
     )
     return FigureBlock("How far the query-key and value roles part.", caption, [_divergence_panel(lines)])
 
@@ -89,7 +89,8 @@ def average_sites(runs: Sequence[Mapping[str, Any]], role: str) -> list[Site]:
     """One role's sites averaged over seeds; a site enters where every seed has it with the same sources."""
     sites = []
     for site in runs[0]["sites"]:
-        same = [s for run in runs for s in run["sites"] if s["site"] == site["site"] and s["sources"] == site["sources"] and role in s["roles"]]
+        others = (s for run in runs for s in run["sites"] if s["site"] == site["site"] and s["sources"] == site["sources"])
+        same = [s for s in others if role in s["roles"]]
         if len(same) != len(runs):
             continue
         per_source = zip(*(s["roles"][role]["weights"] for s in same), strict=True)
@@ -133,7 +134,7 @@ def _heat_panel(arm: Arm, role: str, sites: Sequence[Site], single: bool) -> Pan
     cell = max(MIN_NUMBERED, min(80.0, room)) if numbered else max(MIN_CELL, room)
     longest = max(len(s) for s in sources) * canvas.SMALL_SIZE * canvas.CHARACTER_WIDTH
     upright = longest > cell
-    head = 12 + min(120.0, longest) if upright else 22.0
+    head = 22 + min(120.0, longest) if upright else 22.0
     width = max(canvas.WIDTH, LABELS + cell * len(sources) + EFFECTIVE)
     title = arm.label if single else f"{arm.label}: {_role_words(role, sites)}"
     height = canvas.heading_height(title, width) + head + CELL_HEIGHT * len(sites) + 6
@@ -142,8 +143,9 @@ def _heat_panel(arm: Arm, role: str, sites: Sequence[Site], single: bool) -> Pan
         top = canvas.heading(figure, title, "mean weight of each source (columns) at each site (rows)") + head
         for column, source in enumerate(sources):
             x = LABELS + cell * (column + 0.5)
-            style = {"rotation": 90, "rotation_mode": "anchor"} if upright else {"ha": "center"}
-            canvas.text(figure, x + (4 if upright else 0), top - 7, canvas.cut(source, 120, canvas.SMALL_SIZE), fontsize=canvas.SMALL_SIZE, **style)
+            place: dict[str, Any] = {"rotation": 90, "rotation_mode": "anchor"} if upright else {"ha": "center"}
+            shown = canvas.cut(source, 120, canvas.SMALL_SIZE)
+            canvas.text(figure, x + (4 if upright else 0), top - 7, shown, fontsize=canvas.SMALL_SIZE, **place)
         right = LABELS + cell * len(sources) + EFFECTIVE - 4
         canvas.text(figure, right, top - 7, "eff.", fontsize=canvas.SMALL_SIZE, color=color("muted"), ha="right")
         for row, site in enumerate(sites):
@@ -153,12 +155,16 @@ def _heat_panel(arm: Arm, role: str, sites: Sequence[Site], single: bool) -> Pan
                         color=color("muted"), ha="right")
             for source, weight in site.weights.items():
                 x = LABELS + cell * sources.index(source)
-                box = {"xy": (x + 0.75, height - y - CELL_HEIGHT + 0.75), "width": cell - 1.5, "height": CELL_HEIGHT - 1.5, "transform": None}
-                figure.add_artist(Rectangle(**box, facecolor=color("surface"), edgecolor=color("rule"), linewidth=0.6))
                 depth = min(1.0, max(0.0, weight)) ** (1 if numbered else 0.5)
-                figure.add_artist(Rectangle(**box, facecolor=color("heat"), alpha=depth, linewidth=0))
+                layers: list[dict[str, Any]] = [
+                    {"facecolor": color("surface"), "edgecolor": color("rule"), "linewidth": 0.6},
+                    {"facecolor": color("heat"), "alpha": depth, "linewidth": 0},
+                ]
                 if source == site.open_block:
-                    figure.add_artist(Rectangle(**box, facecolor="none", edgecolor=color("ink"), linewidth=0.9, linestyle=(0, (1.2, 1.8))))
+                    layers.append({"facecolor": "none", "edgecolor": color("ink"), "linewidth": 0.9, "linestyle": (0, (1.2, 1.8))})
+                corner = (x + 0.75, height - y - CELL_HEIGHT + 0.75)
+                for style in layers:
+                    figure.add_artist(Rectangle(corner, cell - 1.5, CELL_HEIGHT - 1.5, transform=None, **style))
                 if numbered:
                     canvas.text(figure, x + cell / 2, y + 15, f"{weight:.2f}", fontsize=canvas.SMALL_SIZE, ha="center",
                                 color=color("on-heat" if weight >= WHITE_FROM else "ink"))

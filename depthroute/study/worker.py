@@ -13,6 +13,8 @@ import sys
 import threading
 from pathlib import Path
 
+import torch
+
 from depthroute.analysis.routing import write_routing
 from depthroute.common.errors import DepthrouteError
 from depthroute.study.plan import cell_config, read_plan, run_folder
@@ -28,8 +30,10 @@ def main(directory: Path, arm: str, seed: int) -> int:
         config = cell_config(read_plan(directory), arm, seed)
         if not Path(config.data).exists():  # the study was moved; the fingerprint says whether this is the same data
             config = dataclasses.replace(config, data=str(directory / "data"))
+        if config.train.threads is not None:  # the analysis must not crowd the cells beside this one either
+            torch.set_num_threads(config.train.threads)
         train(config, folder, console=False)
-        write_routing(folder)
+        write_routing(folder, data=Path(config.data))
     except KeyboardInterrupt:
         return STOPPED
     except DepthrouteError as error:

@@ -28,41 +28,55 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def prepare_text(folder: Path) -> Path:
+    folder.mkdir()
     source = folder / "text.jsonl"
     source.write_text("".join(json.dumps({"text": f"the sum of {i} sources, read by site {i % 7}, " * 5}) + "\n" for i in range(200)))
     prepare(PrepareConfig(source=str(source), vocabulary=300, sample_one_in=1, validation_share=0.15), folder / "data")
     return folder / "data"
 
 
-def test_a_killed_study_stops_its_cells_and_goes_on_where_they_were(study: Study, tmp_path: Path) -> None:
-    settings = dataclasses.replace(study.base.train, steps=600, checkpoint_every=50, evaluation_tokens=64)
-    base = dataclasses.replace(study.base, data=str(prepare_text(tmp_path)), data_fingerprint="", train=settings)
+def test_a_killed_study_stops_its_cells_goes_on_where_they_were_and_can_be_moved(study: Study, tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    settings = dataclasses.replace(study.base.train, steps=400, checkpoint_every=50, evaluation_tokens=64)
+    base = dataclasses.replace(study.base, data=str(prepare_text(folder)), data_fingerprint="", train=settings)
     arms = {"plain": Arm(label="Plain", config=base), "block": study.arms["block"]}
-    study = dataclasses.replace(study, base=base, arms=arms, seeds=(5,), milestones=(300, 600))
-    write_plan(study, tmp_path)
+    study = dataclasses.replace(study, base=base, arms=arms, seeds=(5,), milestones=(200, 400))
+    write_plan(study, folder)
 
-    run = tmp_path / "runs" / "plain" / "seed-5"
-    with subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)]) as driver:
+    run = folder / "runs" / "plain" / "seed-5"
+    with subprocess.Popen([sys.executable, "-c", DRIVER, str(folder)]) as driver:
         wait_for(lambda: any(run.glob("checkpoints/step-*")) or driver.poll() is not None)
         driver.kill()
-    assert driver.returncode == -signal.SIGKILL, read_json(tmp_path / "statistics.json")["missing"]
+    assert driver.returncode == -signal.SIGKILL, read_json(folder / "statistics.json")["missing"]
 
-    def free() -> bool:
+    # The cell still writes its checkpoint; until it has ended, the study is not free.
+    deadline = time.monotonic() + 60
+    while True:
         try:
-            run_study(None, tmp_path, workers=0)
+            statistics = run_study(study, folder, console=False)
+            break
         except RequestError as error:
-            return "workers" in str(error)
-        return False
-
-    wait_for(free)
-    statistics = run_study(study, tmp_path, console=False)
+            assert "is being run by another process" in str(error)
+            assert time.monotonic() < deadline, "the cell did not end"
+            time.sleep(0.05)
+    log = (run / "log.txt").read_text()
+    assert "interrupted after step" in log
+    assert "continuing after step" in log
     assert statistics["missing"] == []
     for arm in ("plain", "block"):
-        steps = [json.loads(line)["step"] for line in (tmp_path / "runs" / arm / "seed-5" / "metrics.jsonl").read_text().splitlines()]
-        assert steps == list(range(1, 601))
-        assert read_json(tmp_path / "runs" / arm / "seed-5" / "result.json")["status"] == "complete"
-    assert (tmp_path / "runs/block/seed-5/routing.json").exists()
-    assert not (tmp_path / "runs/plain/seed-5/routing.json").exists()
+        steps = [json.loads(line)["step"] for line in (folder / "runs" / arm / "seed-5" / "metrics.jsonl").read_text().splitlines()]
+        assert steps == list(range(1, 401))
+        assert read_json(folder / "runs" / arm / "seed-5" / "result.json")["status"] == "complete"
+    assert (folder / "runs/block/seed-5/routing.json").exists()
+    assert not (folder / "runs/plain/seed-5/routing.json").exists()
     milestones = statistics["comparisons"][0]["milestones"]
-    assert [milestone["step"] for milestone in milestones] == [300, 600]
+    assert [milestone["step"] for milestone in milestones] == [200, 400]
     assert milestones[0]["differences"] != [0.0]
+
+    # The plan names the data by the old path; in a study that was moved they lie beside it.
+    moved = folder.rename(tmp_path / "moved")
+    for name in ("result.json", "routing.json"):
+        (moved / "runs/block/seed-5" / name).unlink()
+    again = run_study(None, moved, console=False)
+    assert again == statistics
+    assert (moved / "runs/block/seed-5/routing.json").exists()
