@@ -48,13 +48,17 @@ def write_routing(run: Path, *, data: Path | None = None, tokens: int = TOKENS) 
 
 def effective_sources(weights: Tensor) -> Tensor:
     """exp of the entropy of the weights [S, ...] over their sources, [...] (Low-Rank AttnRes, Eq. 14); 1 to S."""
-    return torch.special.entr(weights).sum(0).exp()
+    return _entropy(weights).exp()
 
 
 def jensen_shannon(first: Tensor, second: Tensor) -> Tensor:
     """Jensen-Shannon divergence of two distributions [S, ...] over their sources, [...] in nats; 0 to ln 2."""
-    middle = torch.special.entr((first + second) / 2).sum(0)
-    return (middle - (torch.special.entr(first).sum(0) + torch.special.entr(second).sum(0)) / 2).clamp_min(0)
+    return (_entropy((first + second) / 2) - (_entropy(first) + _entropy(second)) / 2).clamp_min(0)
+
+
+def _entropy(weights: Tensor) -> Tensor:
+    entropy: Tensor = torch.special.entr(weights).sum(0)  # its 0 log 0 is 0
+    return entropy
 
 
 class RoutingTotals:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
 from depthroute import __version__
-from depthroute.common.errors import DepthrouteError, choose
+from depthroute.common.errors import DepthrouteError, FailureError, choose
 
 COMMANDS = {
     "study": "train matched arms over seeds and write the report; resumes by itself",
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = [word for word in rest if word != "--debug"]
     try:
         importlib.import_module(f"depthroute.cli.{name}").main(options)
+        sys.stdout.flush()
     except DepthrouteError as error:
         if debug:
             raise
@@ -57,7 +59,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interruption:
         print(str(interruption) or f"depthroute {name}: interrupted.", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe (head, less) has seen enough
-        sys.stderr.close()
-        return 0
+    except OSError as error:
+        if debug:
+            raise
+        _drop_unwritten_output()
+        if isinstance(error, BrokenPipeError):  # the reader of a pipe (head, less) has seen enough
+            return 0
+        print(f"depthroute {name}: {error}", file=sys.stderr)
+        return FailureError.exit_code
     return 0
+
+
+def _drop_unwritten_output() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError:  # or Python tries, and fails, to write the rest when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import types
 import typing
 from typing import Any, TypeVar
@@ -45,7 +46,7 @@ def from_json(cls: type[Config], value: Any, path: str = "") -> Config:
         tag: str = cls.tag  # type: ignore[attr-defined]
         variants: dict[str, type] = cls.variants()  # type: ignore[attr-defined]
         name = value.pop(tag, None)
-        if name not in variants:
+        if not isinstance(name, str) or name not in variants:
             raise RequestError(f"{where}.{tag}: {choose(tag, str(name), variants)}")
         cls = variants[name]
     hints = typing.get_type_hints(cls)
@@ -69,7 +70,8 @@ def override(config: Config, changes: dict[str, Any]) -> Config:
     Raises:
         RequestError: the field does not exist (with the nearest right one), or the text cannot be its type.
     """
-    return _override(config, {tuple(dotted.split(".")): value for dotted, value in changes.items()}, "")
+    changed: Config = _override(config, {tuple(dotted.split(".")): value for dotted, value in changes.items()}, "")
+    return changed
 
 
 def fingerprint(config: Any) -> str:
@@ -129,7 +131,7 @@ def _coerce(hint: Any, value: Any, path: str) -> Any:
         return tuple(_coerce(inner, item, f"{path}[{i}]") for i, item in enumerate(value))
     elif dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return value if isinstance(value, hint) else from_json(hint, value, path)
-    elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+    elif hint is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     elif isinstance(hint, type) and type(value) is hint:
         return value

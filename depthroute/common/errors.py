@@ -27,6 +27,8 @@ class FailureError(DepthrouteError, RuntimeError):
 def choose(what: str, given: str, allowed: Iterable[str]) -> str:
     """One sentence that refuses `given` as a `what`, names the nearest right word and lists what is allowed."""
     names = sorted(allowed)
+    if not names:
+        return f"unknown {what} {given!r}; there is none."
     close = get_close_matches(given, names, n=1, cutoff=0.5)
     hint = f"; perhaps you meant {close[0]!r}" if close else ""
     return f"unknown {what} {given!r}{hint}. Allowed: {', '.join(names)}."

@@ -29,8 +29,8 @@ def explain_os_errors(path: Path, doing: str) -> Iterator[None]:
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write `data` to `path` so that a reader, or a crash at any moment, sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with explain_os_errors(path, "writing"):
+        path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
@@ -68,14 +68,14 @@ def read_json_lines(path: Path) -> list[Any]:
     """Read a file of one JSON value a line. A last line cut short by a crash is left out; a broken one elsewhere is named."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")  # bytes: the cut may go through a character
     values = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             values.append(json.loads(line))
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             if number == len(lines):
                 break
             raise FailureError(f"{path} line {number} is not valid JSON ({error}).") from error

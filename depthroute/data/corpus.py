@@ -188,7 +188,7 @@ def _extract(files: list[tuple[str, Path]]) -> tuple[list[Document], dict[str, i
 
 def _parse(deal: list[tuple[str, Path]]) -> list[tuple[str, list[str] | None]]:
     # Isolated mode keeps the folder of the script off the path: its tokenizer.py and others must not stand in for anybody else's.
-    command = [sys.executable, "-I", "-S", "-W", "ignore", docstrings.__file__]
+    command = [sys.executable, "-I", "-S", docstrings.__file__]
     wanted = json.dumps([(module, str(path)) for module, path in deal])
     done = subprocess.run(command, input=wanted, capture_output=True, text=True, encoding="utf-8")
     if done.returncode != 0:

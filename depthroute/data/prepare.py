@@ -36,7 +36,7 @@ DOCSTRINGS = "docstrings"
 TOKENIZER = "tokenizer.json"
 SOURCE = "source.json"
 """Written first: it marks the directory as ours, and holds the stamp of the corpus, which shows the next call that nothing has changed."""
-BATCH_DOCUMENTS, BATCH_CHARACTERS = 256, 2**21
+BATCH_DOCUMENTS, BATCH_CHARACTERS = 256, 2**20
 
 Report = Callable[[str], None]
 

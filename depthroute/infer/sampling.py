@@ -38,13 +38,14 @@ def sample_tokens(
     model.eval()
     for _ in range(count):
         with torch.no_grad():
-            logits = model.logits(torch.tensor([ids[-model.config.context :]]))[0, -1].cpu()
+            logits = model.logits(torch.tensor([ids[-model.config.context :]], device=model.head_weight.device))[0, -1].cpu()
         if temperature == 0:
             chosen = int(logits.argmax())
         else:
             if top_k is not None and top_k < len(logits):
                 logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
-            chosen = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+            scaled = (logits - logits.max()) / temperature  # the largest is zero: a tiny temperature cannot overflow
+            chosen = int(torch.multinomial(scaled.softmax(-1), 1, generator=generator))
         if chosen == end:
             return
         ids.append(chosen)

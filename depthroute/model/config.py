@@ -15,8 +15,8 @@ class ModelConfig:
 
     `key_value_heads`: None is one per head. `head_width`: None is width / heads. `context`: the longest sequence.
 
-    `memory_dtype`: what the residual method carries from sub-layer to sub-layer. "parameter" is the parameters' dtype (float32 in training),
-    "compute" the dtype that sub-layers put out (bfloat16 under autocast). All arms of a comparison use the same one.
+    `memory_dtype`: what the residual method carries from sub-layer to sub-layer. "parameter" is the parameters' dtype (float32 in
+    training), "compute" the dtype that sub-layers put out (bfloat16 under autocast). All arms of a comparison use the same one.
 
     Raises:
         RequestError: a size that is not positive or does not divide.

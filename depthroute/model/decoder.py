@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from depthroute.common.errors import RequestError
 from depthroute.model.config import ModelConfig
-from depthroute.model.layers import Attention, Layer, Projection, Rotary, SubLayerOutput, TokenEmbedding
+from depthroute.model.layers import Layer, Projection, RMSNorm, Rotary, TokenEmbedding
 from depthroute.model.loss import LossSums, cross_entropy_sums, token_nll
 from depthroute.residual import Memory
 
@@ -30,7 +30,7 @@ class Decoder(nn.Module):
         self.rotary = Rotary(config.resolved_head_width, config.context, config.rope_base)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.residual = config.residual.build(config.body)
-        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.norm = RMSNorm(config.width, eps=config.norm_eps)
         self.head = None if config.tied_embeddings else Projection(config.width, config.vocabulary, config.init_std)
 
     def forward(self, tokens: Tensor, observe: Observer | None = None) -> Tensor:
@@ -48,11 +48,13 @@ class Decoder(nn.Module):
         for site, sublayer in enumerate(self._sublayers()):
             if observe is not None:
                 observe(site, memory)
-            output, activation = self._transform(sublayer, residual.read(memory, site))
+            inputs = residual.read(memory, site)
+            output, activation = sublayer(inputs, self.rotary) if site % 2 == 0 else sublayer(inputs)
             memory = residual.write(memory, site, output, activation)
         if observe is not None:
             observe(2 * len(self.layers), memory)
-        return self.norm(residual.close(memory))
+        hidden: Tensor = self.norm(residual.close(memory))
+        return hidden
 
     def logits(self, tokens: Tensor) -> Tensor:
         """[B, T, V] in at least float32, from token ids [B, T]."""
@@ -82,10 +84,7 @@ class Decoder(nn.Module):
         }
 
     def _sublayers(self) -> list[nn.Module]:
-        return [sublayer for layer in self.layers for sublayer in (layer.attention, layer.mlp)]
-
-    def _transform(self, sublayer: nn.Module, inputs: object) -> SubLayerOutput:
-        return sublayer(inputs, self.rotary) if isinstance(sublayer, Attention) else sublayer(inputs)
+        return [getattr(layer, name) for layer in self.layers for name in ("attention", "mlp")]
 
     def _into_memory(self, embedding: Tensor) -> Tensor:
         kind = embedding.device.type

@@ -34,6 +34,13 @@ class Projection(nn.Linear):
         parameter.normal_(0.0, self.std, generator=generator)
 
 
+class RMSNorm(nn.RMSNorm):
+    """RMS normalisation in the gain's dtype, which is also that of the result: bfloat16 input is normalised in float32 under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
 class TokenEmbedding(nn.Embedding):
     """[B, T] token ids to [B, T, D]."""
 
@@ -82,13 +89,13 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.key_value_heads, self.head_width = config.heads, config.resolved_key_value_heads, config.resolved_head_width
         inner, key_value = self.heads * self.head_width, self.key_value_heads * self.head_width
-        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.norm = RMSNorm(config.width, eps=config.norm_eps)
         self.query = Projection(config.width, inner, config.init_std)
         self.key = Projection(config.width, key_value, config.init_std)
         self.value = Projection(config.width, key_value, config.init_std)
         self.output = Projection(inner, config.width, config.init_std)
-        self.query_norm = nn.RMSNorm(self.head_width, eps=config.norm_eps) if config.qk_norm else None
-        self.key_norm = nn.RMSNorm(self.head_width, eps=config.norm_eps) if config.qk_norm else None
+        self.query_norm = RMSNorm(self.head_width, eps=config.norm_eps) if config.qk_norm else None
+        self.key_norm = RMSNorm(self.head_width, eps=config.norm_eps) if config.qk_norm else None
 
     def forward(self, inputs: Inputs, rotary: Rotary) -> SubLayerOutput:
         roles = inputs if isinstance(inputs, RoleInputs) else RoleInputs(inputs, inputs, inputs)
@@ -107,7 +114,7 @@ class Attention(nn.Module):
         return SubLayerOutput(self.output(activation), activation)
 
     def _heads(self, x: Tensor, heads: int) -> Tensor:
-        return x.unflatten(-1, (heads, self.head_width)).transpose(1, 2)
+        return x.view(*x.shape[:-1], heads, self.head_width).transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -115,7 +122,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.norm = RMSNorm(config.width, eps=config.norm_eps)
         self.gate = Projection(config.width, config.mlp_width, config.init_std)
         self.up = Projection(config.width, config.mlp_width, config.init_std)
         self.down = Projection(config.mlp_width, config.width, config.init_std)

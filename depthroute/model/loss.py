@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 # Logits a chunk, in elements: on a CPU what stays in the second-level cache (measured twice as fast as the whole batch at once), on a GPU
@@ -27,7 +28,7 @@ class LossSums(NamedTuple):
     objective: Tensor
     nll: Tensor
     z: Tensor
-    count: int
+    tokens: int
 
 
 def cross_entropy_sums(hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float) -> LossSums:
@@ -36,7 +37,7 @@ def cross_entropy_sums(hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: 
     The gradient is computed with the loss, chunk by chunk, so the logits exist once and for one chunk only. Matrix products run in
     the autocast dtype if autocast is on; softmax, losses and the gradient's sum over chunks in float32 (float64 for float64 input).
     """
-    objective, nll, z = _ChunkedCrossEntropy.apply(hidden, weight, targets, z_loss)
+    objective, nll, z = _ChunkedCrossEntropy.apply(hidden, weight, targets, z_loss)  # type: ignore[no-untyped-call]  # torch's own
     return LossSums(objective, nll, z, targets.numel())
 
 
@@ -49,7 +50,7 @@ def token_nll(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 def _chunks(hidden: Tensor, targets: Tensor, vocabulary: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     size = max(CHUNK_ROWS, CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS_ELSEWHERE) // vocabulary)
-    return hidden.split(size), targets.split(size)
+    return torch.split(hidden, size), torch.split(targets, size)
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -88,6 +89,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return nll + z_loss * z, nll, z
 
     @staticmethod
-    def backward(ctx: Any, objective: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, objective: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         dhidden, dweight = ctx.saved_tensors
         return objective.to(dhidden.dtype) * dhidden, (objective * dweight).to(ctx.weight_dtype), None, None

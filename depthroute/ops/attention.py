@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, get_args, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from depthroute.ops.reference import reference, statistics_dtype
 
 Backend = Literal["auto", "reference", "native"]
 KeyNorm = Literal["slice", "full"]
+BACKENDS = get_args(Backend)
 
 
 class DepthRead(NamedTuple):
@@ -42,8 +43,16 @@ def depth_attention(
 @overload
 def depth_attention(
     sources: Sequence[Tensor], query: Tensor, *, keys: Sequence[Tensor] | None = None, key_norm: KeyNorm = "slice",
-    key_gain: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6, return_weights: bool = False,
+    key_gain: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6, return_weights: Literal[True],
     return_lse: bool = False, backend: Backend = "auto",
+) -> DepthRead: ...  # fmt: skip
+
+
+@overload
+def depth_attention(
+    sources: Sequence[Tensor], query: Tensor, *, keys: Sequence[Tensor] | None = None, key_norm: KeyNorm = "slice",
+    key_gain: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6, return_weights: bool = False,
+    return_lse: Literal[True], backend: Backend = "auto",
 ) -> DepthRead: ...  # fmt: skip
 
 
@@ -83,6 +92,8 @@ def depth_attention(
         RequestError: an argument that does not fit, named with its shape, dtype or device; or a named backend that cannot serve.
     """
     dtype = _check(sources, query, keys, key_norm, key_gain, bias, eps)
+    if backend not in BACKENDS:
+        raise RequestError(choose("backend", str(backend), BACKENDS))
     exact = statistics_dtype(dtype)
     queries = query.to(exact) if query.ndim == 2 else query.to(exact)[None]
     if key_gain is not None:
@@ -98,11 +109,9 @@ def depth_attention(
     outputs, weights, lse = read(sources, keys, queries, bias, full, eps)
     if not extras:
         return tuple(outputs) if query.ndim == 2 else outputs[0]
-    weights = weights if return_weights else None  # type: ignore[assignment]
-    lse = lse if return_lse else None  # type: ignore[assignment]
     if query.ndim == 2:
-        return DepthRead(tuple(outputs), weights, lse)
-    return DepthRead(outputs[0], None if weights is None else weights[0], None if lse is None else lse[0])
+        return DepthRead(tuple(outputs), weights if return_weights else None, lse if return_lse else None)
+    return DepthRead(outputs[0], weights[0] if return_weights else None, lse[0] if return_lse else None)
 
 
 def _native_refusal(
@@ -118,15 +127,21 @@ def _native_refusal(
         return f"it takes sources and keys of one dtype, float32, bfloat16 or float64, not {found}"
     if extras and torch.is_grad_enabled() and any(t.requires_grad for t in (*rows, queries, *(() if bias is None else (bias,)))):
         return "its weights and log-sum-exp carry no gradient, and a gradient is being recorded"
+    missing: str | None = _native_missing()
+    return missing
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # the kernel is built while a model is traced, not traced
+def _native_missing() -> str | None:
     reason = native.unavailable()
-    if reason:
+    if reason is not None:
         _say_slower(reason)
     return reason
 
 
 @lru_cache(maxsize=1)
 def _say_slower(reason: str) -> None:
-    warnings.warn(f"depth attention runs without its compiled CPU kernel and is slower: {reason}.", RuntimeWarning, stacklevel=4)
+    warnings.warn(f"depth attention runs without its compiled CPU kernel and is slower: {reason}.", RuntimeWarning, stacklevel=5)
 
 
 def _check(
@@ -150,7 +165,7 @@ def _check(
     if query.ndim not in (1, 2) or query.shape[0] == 0:
         raise RequestError(f"the query has shape {tuple(query.shape)}; it must be [R] or [M, R].")
     rank = query.shape[-1]
-    if not 1 <= rank <= width and keys is None:
+    if rank < 1 or (keys is None and rank > width):
         raise RequestError(f"the key rank {rank} is not allowed; it must be 1 to the width, {width}.")
     if keys is not None:
         if key_norm != "slice":
@@ -167,6 +182,12 @@ def _check(
     shapes = ((len(sources),), (query.shape[0], len(sources))) if query.ndim == 2 else ((len(sources),),)
     if bias is not None and tuple(bias.shape) not in shapes:
         raise RequestError(f"bias has shape {tuple(bias.shape)}; it must be {' or '.join(map(str, shapes))}.")
+    given = {"query": query, "key_gain": key_gain, "bias": bias, **{f"key {index}": key for index, key in enumerate(keys or ())}}
+    for name, tensor in given.items():
+        if tensor is not None and not tensor.is_floating_point():
+            raise RequestError(f"{name} has dtype {tensor.dtype}; it must be floating point.")
+        if tensor is not None and tensor.device != first.device:
+            raise RequestError(f"{name} is on {tensor.device}, source 0 on {first.device}; move them to one device.")
     if not eps > 0:
         raise RequestError(f"eps = {eps} is not allowed; it must be positive, or a zero source divides by zero.")
     return dtype

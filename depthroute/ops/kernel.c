@@ -44,6 +44,7 @@ i64 depth_chunk_tokens(i64 tokens) {
 #define LOAD(x) (x)
 #define PUT(x) (x)
 #define EXP expf
+#define LOG logf
 #define SQRT sqrtf
 #include "kernel.c"
 #undef SUFFIX
@@ -52,6 +53,7 @@ i64 depth_chunk_tokens(i64 tokens) {
 #undef LOAD
 #undef PUT
 #undef EXP
+#undef LOG
 #undef SQRT
 
 #define SUFFIX _bf16
@@ -60,6 +62,7 @@ i64 depth_chunk_tokens(i64 tokens) {
 #define LOAD(x) bf16_load(x)
 #define PUT(x) bf16_store(x)
 #define EXP expf
+#define LOG logf
 #define SQRT sqrtf
 #include "kernel.c"
 #undef SUFFIX
@@ -68,6 +71,7 @@ i64 depth_chunk_tokens(i64 tokens) {
 #undef LOAD
 #undef PUT
 #undef EXP
+#undef LOG
 #undef SQRT
 
 #define SUFFIX _f64
@@ -76,6 +80,7 @@ i64 depth_chunk_tokens(i64 tokens) {
 #define LOAD(x) (x)
 #define PUT(x) (x)
 #define EXP exp
+#define LOG log
 #define SQRT sqrt
 #include "kernel.c"
 
@@ -92,6 +97,18 @@ static inline ACC NAME(dot)(const STORE *x, const ACC *q, i64 n) {
   ACC total = 0;
 #pragma omp simd reduction(+ : total)
   for (i64 j = 0; j < n; j++) total += LOAD(x[j]) * q[j];
+  return total;
+}
+
+/* <x, q>, and the sum of squares of x in the same pass */
+static inline ACC NAME(dot_and_squares)(const STORE *x, const ACC *q, i64 n, ACC *squares) {
+  ACC total = 0, square = 0;
+#pragma omp simd reduction(+ : total, square)
+  for (i64 j = 0; j < n; j++) {
+    total += LOAD(x[j]) * q[j];
+    square += LOAD(x[j]) * LOAD(x[j]);
+  }
+  *squares = square;
   return total;
 }
 
@@ -155,10 +172,13 @@ void NAME(depth_forward)(i64 N, i64 D, i64 S, i64 M, i64 R, STORE *const *source
       for (i64 s = 0; s < S; s++) {
         rows[s] = sources[s] + t * D;
         const STORE *key = keys ? keys[s] + t * R : rows[s] + (D - R);
-        const i64 extent = full ? D : R;
-        const ACC r = 1 / SQRT(NAME(sum_of_squares)(full ? rows[s] : key, extent) / extent + (ACC)eps);
+        ACC square;
+        const ACC first = NAME(dot_and_squares)(key, queries, R, &square);
+        if (full) square = NAME(sum_of_squares)(rows[s], D);
+        const ACC r = 1 / SQRT(square / (full ? D : R) + (ACC)eps);
         rstd[t * S + s] = r;
-        for (i64 m = 0; m < M; m++) scores[(t * M + m) * S + s] = r * NAME(dot)(key, queries + m * R, R);
+        scores[t * M * S + s] = r * first;
+        for (i64 m = 1; m < M; m++) scores[(t * M + m) * S + s] = r * NAME(dot)(key, queries + m * R, R);
       }
       for (i64 m = 0; m < M; m++) {
         const ACC *score = scores + (t * M + m) * S;
@@ -170,7 +190,7 @@ void NAME(depth_forward)(i64 N, i64 D, i64 S, i64 M, i64 R, STORE *const *source
         }
         for (i64 s = 0; s < S; s++) total += weight[s] = EXP(weight[s] - largest);
         for (i64 s = 0; s < S; s++) weight[s] /= total;
-        lse[t * M + m] = largest + (ACC)log((double)total);
+        lse[t * M + m] = largest + LOG(total);
         NAME(combine)(outputs[m] + t * D, D, 0, 0, rows, weight, 1, S, 0, 0, 0, 0, 0);
       }
     }

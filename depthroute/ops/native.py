@@ -151,9 +151,9 @@ def _depth_read(sources: list[Tensor], keys: list[Tensor], queries: Tensor, bias
 def _empty_results(sources: list[Tensor], queries: Tensor) -> list[Tensor]:
     lead, count = sources[0].shape[:-1], queries.shape[0]
     outputs = [sources[0].new_empty(sources[0].shape) for _ in range(count)]
-    exact = {"dtype": statistics_dtype(sources[0].dtype)}
+    exact = statistics_dtype(sources[0].dtype)
     shapes = [(*lead, count, len(sources)), (*lead, count), (*lead, len(sources)), (*lead, count, len(sources))]
-    return outputs + [sources[0].new_empty(shape, **exact) for shape in shapes]
+    return outputs + [sources[0].new_empty(shape, dtype=exact) for shape in shapes]
 
 
 @_depth_read.register_fake

@@ -6,6 +6,7 @@ Shapes: S sources, M queries, D width, R key rank, ... any leading dimensions (b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -38,7 +39,9 @@ def reference(
     exact = queries.dtype
     rank = queries.shape[-1]
     scores = []
-    with torch.autocast(sources[0].device.type, enabled=False):  # it would take the scores' product to bfloat16
+    device = sources[0].device.type
+    # autocast would take the scores' product to bfloat16; meta tensors have none
+    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
         for index, source in enumerate(sources):
             key = (source[..., source.shape[-1] - rank :] if keys is None else keys[index]).to(exact)
             normalised = source.to(exact) if full else key

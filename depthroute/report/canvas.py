@@ -40,10 +40,17 @@ def draw(name: str, description: str, paint: Callable[[Figure], None], *, width:
 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update({
-            "svg.fonttype": "none", "svg.hashsalt": "depthroute", "text.parse_math": False, "text.color": color("ink"),
-            "font.size": TEXT_SIZE, "lines.solid_capstyle": "round", "path.simplify": False,
-        })
+        matplotlib.rcParams.update(
+            {
+                "svg.fonttype": "none",
+                "svg.hashsalt": "depthroute",
+                "text.parse_math": False,
+                "text.color": color("ink"),
+                "font.size": TEXT_SIZE,
+                "lines.solid_capstyle": "round",
+                "path.simplify": False,
+            }
+        )
         figure = Figure(figsize=(width / 72, height / 72), dpi=72, facecolor="none")
         FigureCanvasSVG(figure)
         paint(figure)
@@ -127,10 +134,19 @@ def legend(figure: Figure, top: float, entries: Sequence[tuple[int, str]], *, ma
         y = top + LINE_HEIGHT / 2
         for entry, x, shown in row:
             arm = entries[entry][0]
-            figure.add_artist(Line2D(
-                [x / width, (x + 11) / width, (x + 22) / width], [1 - y / height] * 3, color=arm_color(arm), linewidth=2.2,
-                linestyle=dashes(arm), marker=marker(arm) if markers else None, markersize=6, markevery=[1], transform=figure.transFigure,
-            ))
+            figure.add_artist(
+                Line2D(
+                    [x / width, (x + 11) / width, (x + 22) / width],
+                    [1 - y / height] * 3,
+                    color=arm_color(arm),
+                    linewidth=2.2,
+                    linestyle=dashes(arm),
+                    marker=marker(arm) if markers else None,
+                    markersize=6,
+                    markevery=[1],
+                    transform=figure.transFigure,
+                )
+            )
             text(figure, x + 29, y + 4.5, shown)
         top += LINE_HEIGHT + 1
     return top + 4

@@ -86,15 +86,29 @@ def _panel(name: str, title: str, curves: Sequence[Curves], first: int, last: in
         ax = canvas.axes(figure, left=46, top=top + 6)
         if entropy is not None and low < entropy < high:
             ax.axhline(entropy, color=color("muted"), linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
-            ax.annotate(f"unigram entropy {entropy:.2f}", (1, entropy), (0, 5), xycoords=("axes fraction", "data"), textcoords="offset points",
-                        ha="right", fontsize=canvas.SMALL_SIZE, color=color("muted"))
+            ax.annotate(
+                f"unigram entropy {entropy:.2f}",
+                (1, entropy),
+                (0, 5),
+                xycoords=("axes fraction", "data"),
+                textcoords="offset points",
+                ha="right",
+                fontsize=canvas.SMALL_SIZE,
+                color=color("muted"),
+            )
         for c in curves:
             hue = arm_color(c.arm.index)
             for line in c.seeds if len(c.seeds) > 1 and (markers or len(curves) <= FEW) else ():
                 ax.plot(*_from(line, first), color=hue, linewidth=0.8, alpha=0.4)
         for c in curves:
-            ax.plot(*_from(c.mean, first), color=arm_color(c.arm.index), linewidth=2.1, linestyle=canvas.dashes(c.arm.index),
-                    marker=canvas.marker(c.arm.index) if markers else None, markersize=4.5)
+            ax.plot(
+                *_from(c.mean, first),
+                color=arm_color(c.arm.index),
+                linewidth=2.1,
+                linestyle=canvas.dashes(c.arm.index),
+                marker=canvas.marker(c.arm.index) if markers else None,
+                markersize=4.5,
+            )
         ax.set_ylim(low, high)
         ax.set_xlim(left=first)
         canvas.step_axis(ax, last)

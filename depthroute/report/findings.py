@@ -21,14 +21,14 @@ def verdict(study: StoredStudy) -> Text:
     if end is None:
         return [Strong(f"No verdict yet: no seed has finished both {arm} and {parent}."), " What is there so far is reported below."]
     mean, seeds = end["mean"], numbers.plural(len(end["seeds"]), "paired seed")
-    size = f"{numbers.nats(abs(mean))}{NO_BREAK}nats {'lower than' if mean < 0 else 'higher than'}" if mean else "no different from"
+    size = f"{numbers.nats(abs(mean))}{NO_BREAK}nats {'lower' if mean < 0 else 'higher'}" if mean else "no different"
     after = f" after {study.endpoint_step:,} steps" if study.endpoint_step else ""
     change = numbers.percent(-end["mean_relative_perplexity_reduction"])
-    parts: list[Inline] = [f"The validation loss of {arm} is ", Strong(size), f" that of {parent}{after}"]
+    parts: list[Inline] = [f"The validation loss of {arm} is ", Strong(size), f" {'than' if mean else 'from'} that of {parent}{after}"]
     if end["t_interval"] is None:
         parts.append(
-            f", a perplexity change of {change}. Only one seed is complete in both arms, so there is no interval: the difference may be the "
-            "luck of the seed, and this study cannot tell."
+            f", a perplexity change of {change}. Only one seed is complete in both arms, so there is no interval: the difference may be "
+            "the luck of the seed, and this study cannot tell."
         )
         return parts
     interval = f"95{NO_BREAK}% t interval of the difference {numbers.interval(end['t_interval'])}"
@@ -85,8 +85,8 @@ def limits(study: StoredStudy, data: Mapping[str, Any]) -> list[Text]:
         items.append(_seed_limit(min(counts)))
     if len(study.comparisons) > 1:
         items.append(
-            f"{numbers.plural(len(study.comparisons), 'comparison')} are made and no correction for that is applied; the first was named as "
-            "the headline in the plan, before training began."
+            f"{numbers.plural(len(study.comparisons), 'comparison')} are made and no correction for that is applied; the first was named "
+            "as the headline in the plan, before training began."
         )
     items += _scale_limit(study, data)
     if data.get("corpus") is not None:
@@ -106,7 +106,7 @@ def limits(study: StoredStudy, data: Mapping[str, Any]) -> list[Text]:
 
 def smallest_p(seeds: int) -> float:
     """The smallest two-sided p that an exact sign-flip test of `seeds` pairs can reach: 2 / 2^n."""
-    return 1.0 / 2 ** (seeds - 1)
+    return 2.0 ** (1 - seeds)
 
 
 def _seed_limit(fewest: int) -> str:
@@ -145,7 +145,9 @@ def _speed_limit(study: StoredStudy) -> str:
             "Speed comes from the wall-clock times of steps on a CPU, where anything else that runs slows a step: a difference of a few "
             "percent may be noise. Peak memory is that of the whole process, libraries included."
         )
-    return "Speed comes from the wall-clock times of steps: small differences may be noise. Peak memory is the largest allocation on the GPU."
+    return (
+        "Speed comes from the wall-clock times of steps: small differences may be noise. Peak memory is the largest allocation on the GPU."
+    )
 
 
 def _recipe_limit(study: StoredStudy) -> str:

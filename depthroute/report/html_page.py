@@ -35,19 +35,39 @@ def render_html(document: Document) -> str:
     style = css_variables() + (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
     numbering = Numbering()
     body = [
-        "<header>", f'<p class="kicker">{escape(document.kicker)}</p>', f"<h1>{escape(document.title)}</h1>",
-        f'<p class="question">{escape(document.question)}</p>' if document.question else "", "</header>",
-        '<section id="verdict" aria-label="Verdict">', f'<p class="lead">{_text(document.lead)}</p>',
-        *(_block(block, numbering) for block in document.lead_blocks), "</section>",
+        "<header>",
+        f'<p class="kicker">{escape(document.kicker)}</p>',
+        f"<h1>{escape(document.title)}</h1>",
+        f'<p class="question">{escape(document.question)}</p>' if document.question else "",
+        "</header>",
+        '<section id="verdict" aria-label="Verdict">',
+        f'<p class="lead">{_text(document.lead)}</p>',
+        *(_block(block, numbering) for block in document.lead_blocks),
+        "</section>",
         *(line for section in document.sections for line in _section(section, numbering)),
     ]
-    return "\n".join([
-        "<!DOCTYPE html>", '<html lang="en">', "<head>", '<meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">', '<meta name="color-scheme" content="light dark">',
-        '<link rel="icon" href="data:,">', f"<title>{escape(document.title)}</title>", f"<style>\n{style}</style>", "</head>", "<body>", "<main>",
-        *(line for line in body if line), "</main>", "</body>", "</html>", "",
-    ])
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            '<link rel="icon" href="data:,">',
+            f"<title>{escape(document.title)}</title>",
+            f"<style>\n{style}</style>",
+            "</head>",
+            "<body>",
+            "<main>",
+            *(line for line in body if line),
+            "</main>",
+            "</body>",
+            "</html>",
+            "",
+        ]
+    )
 
 
 class Numbering:
@@ -129,7 +149,8 @@ def _table(table: Table, numbering: Numbering) -> str:
     return (
         f'<figure class="wide table">\n<figcaption><b>{number}</b> {escape(table.caption)}</figcaption>\n'
         f'<div class="scroll" tabindex="0" role="region" aria-label="{number}"><table><thead><tr>{head}</tr></thead>'
-        + "".join(groups) + "</table></div>\n</figure>"
+        + "".join(groups)
+        + "</table></div>\n</figure>"
     )
 
 

@@ -90,7 +90,7 @@ def _inline(part: str | Strong | Code) -> str:
     match part:
         case Strong(words):
             # A closing ** must follow a letter directly, or Markdown leaves it as it stands.
-            return f"**{_escape(words.rstrip())}**" + words[len(words.rstrip()):]
+            return f"**{_escape(words.rstrip())}**" + words[len(words.rstrip()) :]
         case Code(words):
             return f"<code>{_escape(words)}</code>"
         case _:

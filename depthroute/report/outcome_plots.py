@@ -53,9 +53,9 @@ def gap_figure(study: StoredStudy) -> FigureBlock | None:
     room = 0.6 * (high - low)
     low, high = max(low - room, min([low, *(b[0] for b in bands)])), min(high + room, max([high, *(b[1] for b in bands)]))
     pad = 0.07 * (high - low) or 0.01
-    counts = sorted({len(m["seeds"]) for c in compared for m in c.milestones})
+    counts = {len(m["seeds"]) for c in compared for m in c.milestones}
     caption = "Below zero the arm is ahead of its parent. The thick line is the mean of the seeds, thin lines are single seeds. "
-    caption += _band_words(counts[0])
+    caption += _band_words(counts)
     clipped = any(b[0] < low - pad or b[1] > high + pad for b in bands)
     caption += " The band runs out of the panel where it is wider than the panel." if clipped else ""
     panels = [_gap_panel(c, (low - pad, high + pad)) for c in compared]
@@ -68,13 +68,27 @@ def _endpoint_panel(rows: Sequence[tuple[str, int, dict[int, float]]], seeds: Se
         ax = _row_axes(figure, top, len(rows), right=70)
         for seed in seeds:
             points = [(values.get(seed), y) for y, (_, _, values) in enumerate(rows)]
-            ax.plot([x if x is not None else float("nan") for x, _ in points], [y for _, y in points], color=color("muted"), linewidth=0.9,
-                    alpha=0.65, zorder=2)
+            ax.plot(
+                [x if x is not None else float("nan") for x, _ in points],
+                [y for _, y in points],
+                color=color("muted"),
+                linewidth=0.9,
+                alpha=0.65,
+                zorder=2,
+            )
         for y, (label, index, values) in enumerate(rows):
             mean = math.fsum(values.values()) / len(values)
             _row_label(ax, y, label)
-            ax.plot(list(values.values()), [y] * len(values), canvas.marker(index), color=arm_color(index), markersize=6.5, alpha=0.75,
-                    markeredgewidth=0, zorder=3)
+            ax.plot(
+                list(values.values()),
+                [y] * len(values),
+                canvas.marker(index),
+                color=arm_color(index),
+                markersize=6.5,
+                alpha=0.75,
+                markeredgewidth=0,
+                zorder=3,
+            )
             if len(values) > 1:
                 _mean_mark(ax, mean, y, index)
             _row_value(ax, y, numbers.nats(mean))
@@ -96,8 +110,16 @@ def _difference_panel(compared: Sequence[Comparison]) -> Panel:
             _row_label(ax, y, comparison.name)
             if end["t_interval"]:
                 ax.plot(end["t_interval"], [y, y], color=arm_color(index), linewidth=7, alpha=0.3, zorder=2)
-            ax.plot(end["differences"], [y] * len(end["differences"]), canvas.marker(index), color=arm_color(index), markersize=6.5, alpha=0.75,
-                    markeredgewidth=0, zorder=3)
+            ax.plot(
+                end["differences"],
+                [y] * len(end["differences"]),
+                canvas.marker(index),
+                color=arm_color(index),
+                markersize=6.5,
+                alpha=0.75,
+                markeredgewidth=0,
+                zorder=3,
+            )
             if len(end["differences"]) > 1:
                 _mean_mark(ax, end["mean"], y, index)
             _row_value(ax, y, numbers.difference(end["mean"]))
@@ -130,8 +152,16 @@ def _gap_panel(comparison: Comparison, limits: tuple[float, float]) -> Panel:
         ax.set_ylim(limits)
         canvas.decimal_ticks(ax.yaxis, *limits)
         canvas.step_axis(ax, steps[-1])
-        ax.annotate(numbers.difference(milestones[-1]["mean"]), (steps[-1], milestones[-1]["mean"]), (9, 0), textcoords="offset points",
-                    va="center", fontsize=canvas.TEXT_SIZE, fontweight="bold", annotation_clip=False)
+        ax.annotate(
+            numbers.difference(milestones[-1]["mean"]),
+            (steps[-1], milestones[-1]["mean"]),
+            (9, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=canvas.TEXT_SIZE,
+            fontweight="bold",
+            annotation_clip=False,
+        )
 
     words = ", ".join(f"step {m['step']:,}: {numbers.difference(m['mean'])}" for m in milestones)
     name = f"gap-{comparison.arm.index}-{comparison.parent.index}"
@@ -146,12 +176,18 @@ def _band(m: Mapping[str, Any]) -> tuple[float, float] | None:
     return (m["mean"] - m["sd"], m["mean"] + m["sd"]) if m["sd"] is not None and len(m["seeds"]) > 1 else None
 
 
-def _band_words(fewest: int) -> str:
-    if fewest >= BAND_SEEDS:
-        return "The band is the 95 % t interval of the mean at each milestone."
-    if fewest == 2:
-        return "The band is one standard deviation to each side: with two seeds a t interval would fill the panel."
-    return "With one seed there is no band."
+def _band_words(counts: set[int]) -> str:
+    """What the bands of comparisons with these numbers of seeds are."""
+    several, two = any(count >= BAND_SEEDS for count in counts), 2 in counts
+    words = []
+    if several:
+        words.append("The band is the 95 % t interval of the mean at each milestone" + (", but with two seeds" if two else "."))
+    if two:
+        words.append("one standard deviation to each side" if several else "The band is one standard deviation to each side")
+        words[-1] += ": there a t interval would fill the panel." if several else ": with two seeds a t interval would fill the panel."
+    if 1 in counts:
+        words.append("With one seed there is no band.")
+    return " ".join(words)
 
 
 def _row_height(rows: int) -> float:
@@ -167,14 +203,32 @@ def _row_axes(figure: Figure, top: float, rows: int, right: float) -> Axes:
 
 
 def _row_label(ax: Axes, y: float, label: str) -> None:
-    ax.annotate(canvas.cut(label, canvas.WIDTH - 90, canvas.TEXT_SIZE), (0, y), (canvas.MARGIN - INDENT, 11), xycoords=("axes fraction", "data"),
-                textcoords="offset points", fontsize=canvas.TEXT_SIZE, annotation_clip=False, zorder=3.5,
-                bbox={"facecolor": color("paper"), "edgecolor": "none", "pad": 1.2, "alpha": 0.9})
+    ax.annotate(
+        canvas.cut(label, canvas.WIDTH - 90, canvas.TEXT_SIZE),
+        (0, y),
+        (canvas.MARGIN - INDENT, 11),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        fontsize=canvas.TEXT_SIZE,
+        annotation_clip=False,
+        zorder=3.5,
+        bbox={"facecolor": color("paper"), "edgecolor": "none", "pad": 1.2, "alpha": 0.9},
+    )
 
 
 def _row_value(ax: Axes, y: float, shown: str) -> None:
-    ax.annotate(shown, (1, y), (58, 0), xycoords=("axes fraction", "data"), textcoords="offset points", ha="right", va="center",
-                fontsize=canvas.TEXT_SIZE, fontweight="bold", annotation_clip=False)
+    ax.annotate(
+        shown,
+        (1, y),
+        (58, 0),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        ha="right",
+        va="center",
+        fontsize=canvas.TEXT_SIZE,
+        fontweight="bold",
+        annotation_clip=False,
+    )
 
 
 def _mean_mark(ax: Axes, x: float, y: float, index: int) -> None:

@@ -71,7 +71,8 @@ def divergence_figure(study: StoredStudy) -> FigureBlock | None:
     for arm in study.arms:
         seeds = [
             [(d["layer"], d["nats"]) for d in cell.routing["divergence"] if d["nats"] is not None]
-            for cell in study.complete(arm) if cell.routing and cell.routing.get("divergence")
+            for cell in study.complete(arm)
+            if cell.routing and cell.routing.get("divergence")
         ]
         if any(seeds):
             lines.append((arm, seeds))
@@ -80,7 +81,8 @@ def divergence_figure(study: StoredStudy) -> FigureBlock | None:
     several = any(len(seeds) > 1 for _, seeds in lines)
     caption = (
         "Jensen-Shannon divergence between the two roles' routing weights, in nats: zero where both read the same, "
-        f"{math.log(2):.3f} (ln 2) where they share no source. " + ("Dots are single seeds, the line their mean, the bar their range." if several else "One seed.")
+        f"{math.log(2):.3f} (ln 2) where they share no source. "
+        + ("Dots are single seeds, the line their mean, the bar their range." if several else "One seed.")
     )
     return FigureBlock("How far the query-key and value roles part.", caption, [_divergence_panel(lines)])
 
@@ -151,8 +153,15 @@ def _heat_panel(arm: Arm, role: str, sites: Sequence[Site], single: bool) -> Pan
         for row, site in enumerate(sites):
             y = top + CELL_HEIGHT * row
             canvas.text(figure, LABELS - 10, y + 15, site.label, fontsize=canvas.SMALL_SIZE, color=color("muted"), ha="right")
-            canvas.text(figure, right, y + 15, "" if site.effective is None else f"{site.effective:.2f}", fontsize=canvas.SMALL_SIZE,
-                        color=color("muted"), ha="right")
+            canvas.text(
+                figure,
+                right,
+                y + 15,
+                "" if site.effective is None else f"{site.effective:.2f}",
+                fontsize=canvas.SMALL_SIZE,
+                color=color("muted"),
+                ha="right",
+            )
             for source, weight in site.weights.items():
                 x = LABELS + cell * sources.index(source)
                 depth = min(1.0, max(0.0, weight)) ** (1 if numbered else 0.5)
@@ -166,8 +175,15 @@ def _heat_panel(arm: Arm, role: str, sites: Sequence[Site], single: bool) -> Pan
                 for style in layers:
                     figure.add_artist(Rectangle(corner, cell - 1.5, CELL_HEIGHT - 1.5, transform=None, **style))
                 if numbered:
-                    canvas.text(figure, x + cell / 2, y + 15, f"{weight:.2f}", fontsize=canvas.SMALL_SIZE, ha="center",
-                                color=color("on-heat" if weight >= WHITE_FROM else "ink"))
+                    canvas.text(
+                        figure,
+                        x + cell / 2,
+                        y + 15,
+                        f"{weight:.2f}",
+                        fontsize=canvas.SMALL_SIZE,
+                        ha="center",
+                        color=color("on-heat" if weight >= WHITE_FROM else "ink"),
+                    )
 
     top_sources = "; ".join(f"{site.label}: mostly {max(site.weights, key=lambda s: site.weights[s])}" for site in sites)
     name = f"routing-{arm.index}-{canvas.slug(role)}"
@@ -189,7 +205,9 @@ def _divergence_panel(lines: Sequence[tuple[Arm, Sequence[Sequence[tuple[int, fl
             ax.vlines(layers, [min(v) for v in values], [max(v) for v in values], color=hue, linewidth=6, alpha=0.22)
             for layer, column in zip(layers, values, strict=True):
                 ax.plot([layer] * len(column), column, "o", color=hue, markersize=4.5, alpha=0.65, markeredgewidth=0)
-            ax.plot(layers, [math.fsum(v) / len(v) for v in values], color=hue, linewidth=2.2, marker=canvas.marker(arm.index), markersize=6)
+            ax.plot(
+                layers, [math.fsum(v) / len(v) for v in values], color=hue, linewidth=2.2, marker=canvas.marker(arm.index), markersize=6
+            )
         ax.set_ylim(bottom=0)
         canvas.decimal_ticks(ax.yaxis, *ax.get_ylim())
         ax.xaxis.set_major_locator(MaxNLocator(9, integer=True))
@@ -197,5 +215,6 @@ def _divergence_panel(lines: Sequence[tuple[Arm, Sequence[Sequence[tuple[int, fl
 
     words = "; ".join(f"{arm.label}, {numbers.plural(len(seeds), 'seed')}" for arm, seeds in lines)
     height = 270 + canvas.legend_height([label for _, label in entries])
-    return canvas.draw("divergence", f"Jensen-Shannon divergence between query-key and value routing weights by layer. {words}.", paint,
-                       height=height)
+    return canvas.draw(
+        "divergence", f"Jensen-Shannon divergence between query-key and value routing weights by layer. {words}.", paint, height=height
+    )

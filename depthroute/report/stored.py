@@ -126,7 +126,8 @@ def read_study(folder: Path) -> StoredStudy:
         plan_intact=_intact(plan),
         cells={
             (arm, seed): _read_cell(folder / "runs" / arm / f"seed-{seed}", arm, seed, reasons.get((arm, seed)))
-            for arm in arms for seed in plan["seeds"]
+            for arm in arms
+            for seed in plan["seeds"]
         },
     )
 
@@ -148,7 +149,13 @@ def _read_cell(folder: Path, arm: str, seed: int, reason: str | None) -> Cell:
     if result is None and reason is None:
         reason = f"stopped after step {metrics[-1]['step']:,}" if metrics else "not started"
     return Cell(
-        arm=arm, seed=seed, result=result, environment=read("environment.json") or {},
-        fingerprint=(read("config.json") or {}).get("data_fingerprint"), metrics=metrics,
-        evaluations=read_json_lines(folder / "evaluations.jsonl"), routing=read("routing.json"), reason=reason,
+        arm=arm,
+        seed=seed,
+        result=result,
+        environment=read("environment.json") or {},
+        fingerprint=(read("config.json") or {}).get("data_fingerprint"),
+        metrics=metrics,
+        evaluations=read_json_lines(folder / "evaluations.jsonl"),
+        routing=read("routing.json"),
+        reason=reason,
     )

@@ -60,7 +60,7 @@ def css_variables() -> str:
 
 def tidy(svg: str, prefix: str) -> str:
     """Matplotlib's SVG without header, metadata, fonts and unused ids; the ids in use get `prefix`, coordinates two decimals."""
-    svg = svg[svg.index("<svg"):]
+    svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     # Matplotlib's own style sheet has the selector *, which inside an HTML page would reach the whole page.
     svg = re.sub(r"<style[^>]*>.*?</style>", "", svg, flags=re.DOTALL)

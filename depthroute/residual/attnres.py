@@ -10,13 +10,13 @@ Shapes: ... leading dimensions, D width, S sources, R key rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from depthroute.common.errors import RequestError
-from depthroute.ops import DepthRead, depth_attention
+from depthroute.ops import depth_attention
 from depthroute.residual.protocol import Body, Inputs, Residual, ResidualConfig, RoleInputs
 from depthroute.residual.schedule import block_ends
 
@@ -157,12 +157,10 @@ class AttnRes(Residual):
         if str(site) not in self.sites:  # the first read: one source, which any weights return as it is
             first = memory.closed[0]
             return RoleInputs(first, first, first) if self._has_roles(site) and self.config.roles != "average" else first
-        queries = self._queries(site)
-        if len(queries) == 1:
-            mixed = self._attend(memory, site, queries[0])
-            assert isinstance(mixed, Tensor)
+        mixed: Tensor | tuple[Tensor, ...] = depth_attention(memory.sources(), self._query(site), **self._scoring(memory, site))
+        if isinstance(mixed, Tensor):
             return RoleInputs(mixed, mixed, mixed) if self._has_roles(site) else mixed
-        matching, content = self._attend(memory, site, torch.stack(queries))
+        matching, content = mixed
         if self.config.roles == "average":
             return (matching + content) / 2
         return RoleInputs(matching, matching, content)
@@ -198,28 +196,28 @@ class AttnRes(Residual):
     def source_weights(self, memory: Bank, site: int) -> dict[str, Tensor]:
         if len(memory.sources()) == 1:
             return {}
-        queries = self._queries(site)
+        query = self._query(site)
         with torch.no_grad():
-            found = self._attend(memory, site, torch.stack(queries), return_weights=True)
-        assert isinstance(found, DepthRead) and found.weights is not None
-        if len(queries) == 2:
-            return {"query_key": found.weights[0], "value": found.weights[1]}
-        return {"shared": found.weights[0]}
+            weights = depth_attention(memory.sources(), query, return_weights=True, **self._scoring(memory, site)).weights
+        assert weights is not None
+        return {"shared": weights} if query.ndim == 1 else {"query_key": weights[0], "value": weights[1]}
 
-    def _queries(self, site: int) -> list[Tensor]:
-        """The route queries of a site: one, or one for query-key and one for value."""
+    def _site(self, site: int) -> Site:
         parameters = self.sites[str(site)]
         assert isinstance(parameters, Site)
+        return parameters
+
+    def _query(self, site: int) -> Tensor:
+        """The route query of a site [R], or one for query-key and one for value [2, R]."""
+        parameters = self._site(site)
         if parameters.value_query is not None:
-            return [parameters.query, parameters.value_query]
+            return torch.stack((parameters.query, parameters.value_query))
         if self.config.roles == "frozen_value" and self._has_roles(site):
-            return [parameters.query, torch.zeros_like(parameters.query)]
-        return [parameters.query]
+            return torch.stack((parameters.query, torch.zeros_like(parameters.query)))
+        return parameters.query
 
-    def _attend(self, memory: Bank, site: int, query: Tensor, return_weights: bool = False) -> Tensor | tuple[Tensor, ...] | DepthRead:
-        parameters = self.sites[str(site)]
-        assert isinstance(parameters, Site)
-        return depth_attention(
-            memory.sources(), query, keys=memory.keys(), key_norm=self.config.key_norm, key_gain=parameters.key_gain,
-            eps=self.config.eps, return_weights=return_weights,
-        )  # fmt: skip
+    def _scoring(self, memory: Bank, site: int) -> dict[str, Any]:
+        """How `depth_attention` scores the sources at a site."""
+        return {
+            "keys": memory.keys(), "key_norm": self.config.key_norm, "key_gain": self._site(site).key_gain, "eps": self.config.eps,
+        }  # fmt: skip

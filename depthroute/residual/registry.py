@@ -20,10 +20,14 @@ def _attnres(base: AttnResConfig, **changes: Any) -> AttnResConfig:
     return replace(base, **{"rank": None, "keys": "slice", "roles": "shared", **changes})
 
 
+def _without_blocks(base: AttnResConfig) -> AttnResConfig:
+    return replace(base, block=None, layers_per_block=None, num_blocks=None)
+
+
 # What a user may type: the name, and how it starts from a recipe's own AttnRes configuration.
 SPECIFICATIONS: dict[str, Callable[[AttnResConfig], ResidualConfig]] = {
     "prenorm": lambda base: PreNormConfig(),
-    "full": lambda base: _attnres(base, **dict.fromkeys(BLOCK_FIELDS)),
+    "full": lambda base: _attnres(_without_blocks(base)),
     "block": _attnres,
     "rd": lambda base: _attnres(base, roles="decoupled"),
     "rd-tied": lambda base: _attnres(base, roles="tied"),
@@ -59,7 +63,7 @@ def parse_residual(text: str, base: AttnResConfig | None = None) -> ResidualConf
             raise RequestError(f"--residual {text}: the block size {size!r} is not a whole number of sub-layers.")
         changes["block"] = int(size)
     if BLOCK_FIELDS & changes.keys():
-        base = replace(base, **dict.fromkeys(BLOCK_FIELDS))
+        base = _without_blocks(base)
     if name == "low-rank" and base.rank is None and "rank" not in changes:
         raise RequestError(f"--residual {text}: low-rank keys need a rank: {text},rank=64.")
     config = SPECIFICATIONS[name](base)

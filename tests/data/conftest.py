@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-WORDS = "depth route query key value source block mixture layer norm residual stream weight softmax token loss seed paper".split()
+WORDS = ["depth", "route", "query", "key", "value", "source", "block", "mixture", "layer", "norm", "residual", "stream", "weight", "loss"]
 
 
 def _text(number: int) -> str:

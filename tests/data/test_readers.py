@@ -170,7 +170,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_sources_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="the source '.*nothing' does not exist"):
+    with pytest.raises(RequestError, match=r"the source '.*nothing' does not exist"):
         FileCorpus(tmp_path / "nothing")
     with pytest.raises(RequestError, match="holds no file that can be read"):
         FileCorpus(tmp_path)

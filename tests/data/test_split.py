@@ -57,8 +57,10 @@ def test_another_salt_gives_another_split() -> None:
     assert agreeing == pytest.approx(0.5, abs=0.02)
 
 
-def test_the_sample_does_not_follow_the_split() -> None:
-    """The two salts make the decisions independent: sampling one in two takes half of every tenth of the split's range."""
-    parted = split(validation_share=0.0, test_share=0.0, sample_one_in=2)
-    low = [name for name in IDS if parted.split_hash(name) < 2**64 // 10]
-    assert sum(parted.trains_tokenizer(name) for name in low) / len(low) == pytest.approx(0.5, abs=0.05)
+def test_the_decisions_are_the_documented_formula() -> None:
+    parted = split(validation_share=0.3, test_share=0.2, sample_one_in=3, salt="s")
+    for name in IDS[:500]:
+        value = document_hash("s/split", name)
+        expected = "validation" if value < 2**64 * 3 // 10 else "test" if value >= 2**64 - 2**64 // 5 else "train"
+        assert parted.split_of(name) == expected
+        assert parted.trains_tokenizer(name) == (expected == "train" and document_hash("s/tokenizer", name) % 3 == 0)

@@ -26,19 +26,29 @@ ARMS = {
 
 
 def write_study(
-    folder: Path, *, seeds: Sequence[int] = (0, 1, 2), unfinished: Mapping[tuple[str, int], int] | None = None,
-    arms: Mapping[str, tuple[str, dict[str, Any], float]] = ARMS, comparisons: Sequence[tuple[str, str]] | None = None,
-    name: str = "Depth routing against its parent", routed: bool = True,
+    folder: Path,
+    *,
+    seeds: Sequence[int] = (0, 1, 2),
+    unfinished: Mapping[tuple[str, int], int] | None = None,
+    arms: Mapping[str, tuple[str, dict[str, Any], float]] = ARMS,
+    comparisons: Sequence[tuple[str, str]] | None = None,
+    name: str = "Depth routing against its parent",
+    routed: bool = True,
 ) -> Path:
     """Write a study. `unfinished` maps a cell to the step it stopped after (0: never started); `arms` gives label, residual and gain."""
     unfinished = unfinished or {}
     if comparisons is None:
         comparisons = [("rd", "block"), ("block", "prenorm"), ("rd", "prenorm")]
     plan: dict[str, Any] = {
-        "format": 1, "name": name, "question": "Does routing over depth lower the loss of a small decoder on technical prose?",
+        "format": 1,
+        "name": name,
+        "question": "Does routing over depth lower the loss of a small decoder on technical prose?",
         "arms": [{"name": arm, "label": label, "config": _config(residual)} for arm, (label, residual, _) in arms.items()],
-        "comparisons": [list(pair) for pair in comparisons], "seeds": list(seeds), "milestones": list(MILESTONES),
-        "endpoint": "validation NLL at the last milestone", "data_fingerprint": "5f" * 32,
+        "comparisons": [list(pair) for pair in comparisons],
+        "seeds": list(seeds),
+        "milestones": list(MILESTONES),
+        "endpoint": "validation NLL at the last milestone",
+        "data_fingerprint": "5f" * 32,
     }
     write_json(folder / "plan.json", plan | {"written_at": "2025-06-01T09:30:00+00:00", "hash": fingerprint(plan)})
     losses = {}
@@ -53,21 +63,36 @@ def write_study(
         {"arm": arm, "seed": seed, "reason": f"stopped after step {step}; run the study again to go on." if step else "not started."}
         for (arm, seed), step in unfinished.items()
     ]
-    statistics = [
-        {"arm": arm, "parent": parent, "milestones": _milestones(losses, arm, parent, seeds)} for arm, parent in comparisons
-    ]
+    statistics = [{"arm": arm, "parent": parent, "milestones": _milestones(losses, arm, parent, seeds)} for arm, parent in comparisons]
     write_json(folder / "statistics.json", {"endpoint_step": STEPS, "comparisons": statistics, "missing": missing})
     return folder
 
 
 def _config(residual: Mapping[str, Any]) -> dict[str, Any]:
     model = {
-        "vocabulary": VOCABULARY, "width": 96, "layers": LAYERS, "heads": 6, "mlp_width": 256, "context": 128, "tied_embeddings": True,
-        "rope_base": 10_000.0, "qk_norm": False, "key_value_heads": None, "residual": dict(residual),
+        "vocabulary": VOCABULARY,
+        "width": 96,
+        "layers": LAYERS,
+        "heads": 6,
+        "mlp_width": 256,
+        "context": 128,
+        "tied_embeddings": True,
+        "rope_base": 10_000.0,
+        "qk_norm": False,
+        "key_value_heads": None,
+        "residual": dict(residual),
     }
     train = {
-        "steps": STEPS, "sequences": 16, "learning_rate": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "warmup_fraction": 0.02,
-        "final_fraction": 0.1, "gradient_clip": 1.0, "seed": 0, "milestones": list(MILESTONES),
+        "steps": STEPS,
+        "sequences": 16,
+        "learning_rate": 1e-3,
+        "betas": [0.9, 0.95],
+        "weight_decay": 0.1,
+        "warmup_fraction": 0.02,
+        "final_fraction": 0.1,
+        "gradient_clip": 1.0,
+        "seed": 0,
+        "milestones": list(MILESTONES),
     }
     return {"model": model, "train": train, "data": "data/docstrings", "data_fingerprint": "5f" * 32}
 
@@ -81,28 +106,55 @@ def _loss(gain: float, seed: int, step: int) -> float:
 def _write_run(folder: Path, residual: Mapping[str, Any], gain: float, seed: int, stopped: int, routed: bool) -> dict[int, float]:
     noise = random.Random(f"{gain} {seed}")
     write_json(folder / "config.json", {"format": 1, **_config(residual)})
-    write_json(folder / "environment.json", {
-        "started_at": "2025-06-01T09:30:05+00:00", "python": "3.11.9", "packages": {"torch": "2.13.0", "numpy": "2.3.1"},
-        "platform": "Linux-6.1-x86_64", "processor": "Example CPU @ 2.40GHz", "processors": 2, "threads": 2, "instructions": "AVX512",
-        "commit": "0123456789abcdef0123456789abcdef01234567",
-        "data": {
-            "corpus": "docstrings of installed packages", "vocabulary": VOCABULARY, "unigram_entropy_nats": ENTROPY, "content_hash": "ab" * 32,
-            "splits": {
-                "train": {"documents": 3521, "tokens": 6_212_345, "bytes": 21_034_567},
-                "validation": {"documents": 181, "tokens": 310_221, "bytes": 1_052_113},
+    write_json(
+        folder / "environment.json",
+        {
+            "started_at": "2025-06-01T09:30:05+00:00",
+            "python": "3.11.9",
+            "packages": {"torch": "2.13.0", "numpy": "2.3.1"},
+            "platform": "Linux-6.1-x86_64",
+            "processor": "Example CPU @ 2.40GHz",
+            "processors": 2,
+            "threads": 2,
+            "instructions": "AVX512",
+            "commit": "0123456789abcdef0123456789abcdef01234567",
+            "data": {
+                "format": 1,
+                "vocabulary": VOCABULARY,
+                "unigram_entropy_nats": ENTROPY,
+                "dtype": "uint16",
+                "corpus": {"name": "docstrings", "content_hash": "ab" * 32, "contents": ["numpy 2.3.1", "torch 2.13.0"], "missing": []},
+                "files": [{"name": "train-00000.bin", "bytes": 12_424_690, "sha256": "cd" * 32}],
+                "splits": {
+                    "train": {"documents": 3521, "tokens": 6_212_345, "bytes": 21_034_567},
+                    "validation": {"documents": 181, "tokens": 310_221, "bytes": 1_052_113},
+                },
             },
         },
-    })
+    )
     metrics = [
-        {"step": step, "tokens": step * 2048, "loss": _loss(gain, seed, step) + noise.gauss(0, 0.09), "learning_rate": 1e-3,
-         "gradient_norm": 0.8, "seconds": 0.05}
+        {
+            "step": step,
+            "tokens": step * 2048,
+            "loss": _loss(gain, seed, step) + noise.gauss(0, 0.09),
+            "learning_rate": 1e-3,
+            "gradient_norm": 0.8,
+            "seconds": 0.05,
+        }
         for step in range(1, stopped + 1)
     ]
     write_text(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in metrics))
     losses = {step: _loss(gain, seed, step) + 0.04 for step in MILESTONES if step <= stopped}
     evaluations = [
-        {"step": step, "tokens": step * 2048, "split": "validation", "nll": nll, "perplexity": math.exp(nll), "evaluated_tokens": 262_144,
-         "seconds": 1.5}
+        {
+            "step": step,
+            "tokens": step * 2048,
+            "split": "validation",
+            "nll": nll,
+            "perplexity": math.exp(nll),
+            "evaluated_tokens": 262_144,
+            "seconds": 1.5,
+        }
         for step, nll in losses.items()
     ]
     write_text(folder / "evaluations.jsonl", "".join(json.dumps(line) + "\n" for line in evaluations))
@@ -112,12 +164,21 @@ def _write_run(folder: Path, residual: Mapping[str, Any], gain: float, seed: int
     decoupled = residual.get("roles") == "decoupled"
     added = 3 * 96 * (25 if decoupled else 17) if attention else 0
     speed = 41_000 * (1 - 0.06 * attention - 0.02 * decoupled) * (1 + 0.004 * seed)
-    write_json(folder / "result.json", {
-        "status": "complete", "step": STEPS, "tokens": STEPS * 2048, "nll": losses[STEPS], "perplexity": math.exp(losses[STEPS]),
-        "parameters": {"total": 1_083_456 + added, "residual": added, "embedding": VOCABULARY * 96},
-        "tokens_per_second": {"median": speed, "mean": speed * 0.98}, "peak_memory_bytes": int(1.21e9 * (1 + 0.031 * attention)),
-        "training_seconds": STEPS * 2048 / speed, "gradient_norm": {"mean": 0.8, "maximum": 3.1, "fraction_clipped": 0.12},
-    })
+    write_json(
+        folder / "result.json",
+        {
+            "status": "complete",
+            "step": STEPS,
+            "tokens": STEPS * 2048,
+            "nll": losses[STEPS],
+            "perplexity": math.exp(losses[STEPS]),
+            "parameters": {"total": 1_083_456 + added, "residual": added, "embedding": VOCABULARY * 96},
+            "tokens_per_second": {"median": speed, "mean": speed * 0.98},
+            "peak_memory_bytes": int(1.21e9 * (1 + 0.031 * attention)),
+            "training_seconds": STEPS * 2048 / speed,
+            "gradient_norm": {"mean": 0.8, "maximum": 3.1, "fraction_clipped": 0.12},
+        },
+    )
     if attention and routed:
         write_json(folder / "routing.json", _routing(residual, seed))
     return losses
@@ -131,13 +192,20 @@ def _routing(residual: Mapping[str, Any], seed: int) -> dict[str, Any]:
         kind = "output" if site == 2 * LAYERS else "attention" if site % 2 == 0 else "mlp"
         roles = ("query_key", "value") if residual["roles"] == "decoupled" and kind == "attention" else ("shared",)
         weights = {role: _weights(len(names), site + 5 * index, seed) for index, role in enumerate(roles)}
-        sites.append({
-            "site": site, "kind": kind, "layer": None if kind == "output" else site // 2, "sources": names,
-            "roles": {} if len(names) == 1 else {
-                role: {"weights": w, "effective_sources": math.exp(-sum(x * math.log(x) for x in w)), "effective_sources_sd": 0.2}
-                for role, w in weights.items()
-            },
-        })
+        sites.append(
+            {
+                "site": site,
+                "kind": kind,
+                "layer": None if kind == "output" else site // 2,
+                "sources": names,
+                "roles": {}
+                if len(names) == 1
+                else {
+                    role: {"weights": w, "effective_sources": math.exp(-sum(x * math.log(x) for x in w)), "effective_sources_sd": 0.2}
+                    for role, w in weights.items()
+                },
+            }
+        )
         if len(roles) == 2 and len(names) > 1:
             divergence.append({"layer": site // 2, "nats": _jensen_shannon(*weights.values())})
     return {"tokens": 16_384, "sites": sites, "divergence": divergence}
@@ -168,11 +236,24 @@ def _milestones(losses: Mapping[tuple[str, int], Mapping[int, float]], arm: str,
         sd = math.sqrt(sum((d - mean) ** 2 for d in differences) / (n - 1)) if n > 1 else None
         half = float(stats.t.ppf(0.975, n - 1)) * sd / math.sqrt(n) if sd is not None else None
         reductions = [-math.expm1(d) for d in differences]
-        milestones.append({
-            "step": step, "tokens": step * 2048, "seeds": paired, "arm_nll": ours, "parent_nll": theirs, "differences": differences,
-            "mean": mean, "sd": sd, "t_interval": None if half is None else [mean - half, mean + half],
-            "bootstrap_interval": [min(differences), max(differences)], "sign_flip_p": 2 / 2**n if n > 1 else 1.0,
-            "wins": sum(d < 0 for d in differences), "losses": sum(d > 0 for d in differences), "ties": sum(d == 0 for d in differences),
-            "relative_perplexity_reduction": reductions, "mean_relative_perplexity_reduction": math.fsum(reductions) / n,
-        })
+        milestones.append(
+            {
+                "step": step,
+                "tokens": step * 2048,
+                "seeds": paired,
+                "arm_nll": ours,
+                "parent_nll": theirs,
+                "differences": differences,
+                "mean": mean,
+                "sd": sd,
+                "t_interval": None if half is None else [mean - half, mean + half],
+                "bootstrap_interval": [min(differences), max(differences)],
+                "sign_flip_p": 2 / 2**n if n > 1 else 1.0,
+                "wins": sum(d < 0 for d in differences),
+                "losses": sum(d > 0 for d in differences),
+                "ties": sum(d == 0 for d in differences),
+                "relative_perplexity_reduction": reductions,
+                "mean_relative_perplexity_reduction": math.fsum(reductions) / n,
+            }
+        )
     return milestones

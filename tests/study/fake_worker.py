@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import sys
 import time
@@ -55,7 +56,7 @@ def main(study: Path, arm: str, seed: int) -> int:
         return 3
     if behaviour == "sleep":
         write_run(study, arm, seed, complete=False)
-        os.read(0, 1)
+        select.select([0], [], [], 20)  # readable when closed
         time.sleep(0.2)
         (study / "runs" / arm / f"seed-{seed}" / "checkpoint").write_text("written on the way out")
         return 130

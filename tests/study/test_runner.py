@@ -27,7 +27,7 @@ def started(folder: Path) -> list[str]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
@@ -77,8 +77,10 @@ def test_ctrl_c_lets_the_cells_write_a_checkpoint_and_the_study_goes_on_later(
     behaviour.write_text(json.dumps({"plain/7": "sleep", "block/7": "sleep"}))
 
     def interrupt() -> None:
-        wait_for(lambda: len(list(tmp_path.glob("runs/*/seed-7/evaluations.jsonl"))) == 2)
-        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            wait_for(lambda: len(list(tmp_path.glob("runs/*/seed-7/evaluations.jsonl"))) == 2)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):

@@ -75,8 +75,8 @@ def test_the_smallest_p_is_set_by_the_number_of_seeds(seeds: int, smallest: floa
 
 
 def test_equal_means_that_differ_by_rounding_are_ties() -> None:
-    # 0.1 + 0.2 - 0.3 is 5.6e-17 in float64; every pattern reaches a mean of zero.
-    assert sign_flip_p([0.1, 0.2, -0.3]) == 1.0
+    # The first three add up to zero, but to 5.6e-17 in float64; with their signs flipped the mean is as far from zero, and rounds below.
+    assert sign_flip_p([0.1, 0.2, -0.3, 0.05]) == 1.0
     assert sign_flip_p([1e-9, 2e-9, -3e-9]) == 1.0
     assert sign_flip_p([0.0, 0.0]) == 1.0
 

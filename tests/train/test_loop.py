@@ -127,6 +127,22 @@ def test_clipping_bounds_the_step_and_reports_the_norm_before_it(tmp_path: Path,
         assert result["gradient_norm"]["fraction_clipped"] == (1.0 if clip else 0.0)
 
 
+def test_the_scheduled_learning_rate_reaches_every_group_and_is_what_is_written(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = []
+    real = torch.optim.AdamW.step
+
+    def spy(self: torch.optim.AdamW, *arguments: Any) -> Any:
+        rates.append([group["lr"] for group in self.param_groups])
+        return real(self, *arguments)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
+    train(config(steps=12, warmup_fraction=0.25), tmp_path, console=False)
+    assert [group[0] for group in rates[:3]] == pytest.approx([1e-3, 2e-3, 3e-3])
+    assert rates == [[line["learning_rate"]] * 2 for line in lines(tmp_path / "metrics.jsonl")]
+
+
 def test_the_losses_that_are_written_leave_the_z_term_out(tmp_path: Path, config: Config) -> None:
     for z_loss in (0.0, 10.0):
         train(config(steps=1, z_loss=z_loss), tmp_path / str(z_loss), console=False)

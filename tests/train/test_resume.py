@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from depthroute.common.files import read_json_lines
+from depthroute.common.files import read_json, read_json_lines, write_json
 from depthroute.residual import parse_residual
 from depthroute.train import RunConfig, loop, train
 from depthroute.train import checkpoint as checkpoints
@@ -133,6 +133,37 @@ def test_an_interruption_during_an_evaluation_is_caught_up_on(
     monkeypatch.setattr(loop, "evaluate", evaluate)
     train(settings, tmp_path / "run", console=False)
     assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_resuming_is_exact_with_several_threads_and_in_bf16(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    wide = {"width": 64, "context": 64, "residual": parse_residual("rd:2")}  # large enough for torch to split sums between threads
+    settings = config(model=wide, threads=2, precision=precision, steps=5, sequences=16, microbatch=8, checkpoint_every=0)
+    train(settings, tmp_path / "whole", console=False)
+    real = loop.accumulate_gradients
+
+    def interrupted(*arguments: object) -> torch.Tensor:
+        signal.raise_signal(signal.SIGINT)
+        return real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loop, "accumulate_gradients", interrupted)
+    for step in (1, 2):
+        with pytest.raises(KeyboardInterrupt, match=f"interrupted after step {step};"):
+            train(settings, tmp_path / "run", console=False)
+    monkeypatch.setattr(loop, "accumulate_gradients", real)
+    train(settings, tmp_path / "run", console=False)
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_another_environment_is_mentioned_when_a_run_continues(tmp_path: Path, config: Config) -> None:
+    train(config(), tmp_path, console=False)
+    (tmp_path / "result.json").unlink()
+    environment = read_json(tmp_path / "environment.json")
+    write_json(tmp_path / "environment.json", environment | {"threads": 64})
+    train(config(), tmp_path, console=False)
+    assert "threads was 64 and is 1: the last bits of the losses may differ" in (tmp_path / "log.txt").read_text()
 
 
 def test_the_signals_are_given_back(tmp_path: Path, config: Config) -> None:

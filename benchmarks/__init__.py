@@ -1,0 +1,1 @@
+"""What measures speed, memory and the promises of the README. `python -m benchmarks.NAME [--check] [--json FILE]`."""

@@ -1,0 +1,18 @@
+"""Made-up studies and a browser for the tests of reports."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+WriteStudy = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def write_study() -> WriteStudy:
+    """`write_study(folder, seeds=..., unfinished=..., arms=..., comparisons=...)` of synthetic_study.py."""
+    function: WriteStudy = runpy.run_path(str(Path(__file__).with_name("synthetic_study.py")))["write_study"]
+    return function
