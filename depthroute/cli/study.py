@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,8 +33,8 @@ class Options:
     """Change a field in every arm, such as train.steps=100 or model.width=64."""
     data: Path | None = None
     """Token shards made by `depthroute data`. Default: the default corpus, prepared in the study folder."""
-    workers: int = 1
-    """Runs trained at the same time. More than one needs --set train.threads=N."""
+    workers: int | None = None
+    """Runs trained at the same time. Default: as many as the processor's cores allow at train.threads each, or one where that is not set."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -52,6 +53,8 @@ def main(arguments: Sequence[str]) -> None:
     vocabulary = TokenDataset.open(Path(run.data)).vocabulary
     base = override(run, {"model.vocabulary": vocabulary})
     study = matched_study(chosen, base, arms=options.arm or ("prenorm", "block", "rd"), seeds=options.seeds)
-    statistics = run_study(study, options.out, workers=options.workers)
+    threads = base.train.threads
+    workers = options.workers or max(1, (os.cpu_count() or 1) // threads if threads else 1)
+    statistics = run_study(study, options.out, workers=workers)
     print(f"report: {write_report(options.out)}")
     check_complete(statistics)

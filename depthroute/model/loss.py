@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from depthroute.common.errors import RequestError
 
 # Logits a chunk, in elements: on a CPU what stays in the second-level cache (measured twice as fast as the whole batch at once), on a GPU
 # what fills it. Never fewer than CHUNK_ROWS tokens, or the matrix products starve.
@@ -89,7 +90,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return nll + z_loss * z, nll, z
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, objective: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph: the gradient was computed with the loss, and has no graph of its own
+            raise RequestError("the chunked cross-entropy cannot be differentiated twice; use the logits.")
         dhidden, dweight = ctx.saved_tensors
         return objective.to(dhidden.dtype) * dhidden, (objective * dweight).to(ctx.weight_dtype), None, None

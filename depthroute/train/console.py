@@ -79,7 +79,7 @@ class Console:
             return
         # refreshed from the loop: a thread that draws would compete with a step of a few milliseconds
         self._live = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), MofNCompleteColumn(),
+            TextColumn("{task.description}", markup=False), BarColumn(bar_width=12), MofNCompleteColumn(),
             TextColumn("{task.fields[status]}", markup=False), console=terminal, auto_refresh=False,
         )
         self._task = self._live.add_task(label, total=self._steps, completed=first_step, status="")
