@@ -131,8 +131,9 @@ def _coerce(hint: Any, value: Any, path: str) -> Any:
         return tuple(_coerce(inner, item, f"{path}[{i}]") for i, item in enumerate(value))
     elif dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return value if isinstance(value, hint) else from_json(hint, value, path)
-    elif hint is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
+    elif hint is float:
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
     elif isinstance(hint, type) and type(value) is hint:
         return value
     raise RequestError(f"{path} cannot be {value!r}; it takes {_describe(hint)}.")

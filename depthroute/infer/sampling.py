@@ -29,7 +29,7 @@ def sample_tokens(
     """
     if not prompt:
         raise RequestError("the prompt is empty; give at least one token.")
-    if temperature < 0:
+    if not temperature >= 0:
         raise RequestError(f"temperature = {temperature} is not allowed; it takes 0 or more.")
     if top_k is not None and top_k < 1:
         raise RequestError(f"top_k = {top_k} is not allowed; it takes 1 or more.")

@@ -95,6 +95,8 @@ def _panel(name: str, title: str, curves: Sequence[Curves], first: int, last: in
                 ha="right",
                 fontsize=canvas.SMALL_SIZE,
                 color=color("muted"),
+                zorder=5,
+                bbox={"facecolor": color("paper"), "edgecolor": "none", "pad": 1.2, "alpha": 0.9},
             )
         for c in curves:
             hue = arm_color(c.arm.index)

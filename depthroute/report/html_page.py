@@ -37,7 +37,7 @@ def render_html(document: Document) -> str:
     body = [
         "<header>",
         f'<p class="kicker">{escape(document.kicker)}</p>',
-        f"<h1>{escape(document.title)}</h1>",
+        f"<h1>{_unbroken(document.title)}</h1>",
         f'<p class="question">{escape(document.question)}</p>' if document.question else "",
         "</header>",
         '<section id="verdict" aria-label="Verdict">',
@@ -152,6 +152,12 @@ def _table(table: Table, numbering: Numbering) -> str:
         + "".join(groups)
         + "</table></div>\n</figure>"
     )
+
+
+def _unbroken(title: str) -> str:
+    """A heading whose hyphenated names stay on one line: `RD-AttnRes`."""
+    words = (f'<span class="name">{escape(word)}</span>' if "-" in word and len(word) < 20 else escape(word) for word in title.split(" "))
+    return " ".join(words)
 
 
 def _text(text: Text) -> str:

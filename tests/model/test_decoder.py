@@ -99,7 +99,6 @@ def test_initial_values_have_the_models_spread() -> None:
     assert all(not site.query.any() and site.key_gain.eq(1).all() for site in routed.residual.sites.values())
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it loads its compiler
 @pytest.mark.parametrize("residual", [PreNormConfig(), AttnResConfig(block=2, roles="decoupled")], ids=lambda residual: residual.name)
 def test_the_whole_decoder_compiles_as_one_graph(residual: Any) -> None:

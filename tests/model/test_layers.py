@@ -41,7 +41,10 @@ def literal_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return gain * x / (x.square().mean() + eps).sqrt()
 
 
-@pytest.mark.parametrize("fields", [{}, {"heads": 6, "key_value_heads": 2}, {"qk_norm": True}, {"head_width": 10, "rope_base": 50.0}], ids=str)
+SHAPES = [{}, {"heads": 6, "key_value_heads": 2}, {"qk_norm": True}, {"head_width": 10, "rope_base": 50.0}]
+
+
+@pytest.mark.parametrize("fields", SHAPES, ids=str)
 @torch.no_grad()
 def test_attention_is_a_loop_over_heads_and_tokens(fields: dict[str, Any]) -> None:
     config = shape(**fields)

@@ -270,6 +270,11 @@ def test_whatever_is_in_a_label_is_shown_and_never_run(tmp_path: Path, write_stu
     )
 
 
+def test_a_hyphenated_name_stays_on_one_line_in_the_title(tmp_path: Path, write_study: WriteStudy) -> None:
+    source = write_report(write_study(tmp_path, seeds=(0,), name="RD-AttnRes <b>")).read_text(encoding="utf-8")
+    assert '<h1><span class="name">RD-AttnRes</span> &lt;b&gt;</h1>' in source
+
+
 def test_a_manifest_with_nothing_in_it_is_tolerated(tmp_path: Path, write_study: WriteStudy) -> None:
     study = write_study(tmp_path, seeds=(0, 1))
     for path in study.glob("runs/*/*/environment.json"):

@@ -26,7 +26,10 @@ def route(sources: list[Tensor], q: Tensor, r: int) -> Tensor:
 
 def lr_attnres(model: Decoder, x: Tensor, r: int, N: int | None) -> Tensor:
     """Low-Rank AttnRes, Appendix H; the norms are the sub-layers' own. The query of read t is that of site t."""
-    sublayers = [f for layer in model.layers for f in (lambda h, a=layer.attention: a(h, model.rotary).output, lambda h, m=layer.mlp: m(h).output)]
+    sublayers = []
+    for layer in model.layers:
+        sublayers.append(lambda h, attention=layer.attention: attention(h, model.rotary).output)
+        sublayers.append(lambda h, mlp=layer.mlp: mlp(h).output)
     queries = [model.residual.sites[str(t)].query for t in range(1, len(sublayers) + 1)]
     M = len(sublayers)
     N = M if N is None else min(N, M)

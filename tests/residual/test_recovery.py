@@ -77,7 +77,7 @@ def test_blocks_of_one_sub_layer_are_full_attnres(decoder: Make, run: Run, other
         assert torch.equal(blocked_gradients[name], gradient), name
 
 
-@pytest.mark.parametrize("member", [AttnResConfig(block=2), AttnResConfig(rank=5, key_norm="full"), AttnResConfig(rank=4, keys="projected")])
+@pytest.mark.parametrize("member", [MEMBERS["plain"], MEMBERS["full norm"], MEMBERS["projected"], AttnResConfig(block=2)])
 def test_tied_roles_are_the_parent_bit_for_bit(decoder: Make, tokens: Tensor, member: AttnResConfig) -> None:
     models = [decoder(replace(member, roles=roles), dtype=torch.float32) for roles in ("shared", "tied")]
     optimisers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
