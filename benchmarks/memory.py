@@ -25,13 +25,13 @@ def train_once(arm: str, steps: int, sequences: int) -> None:
     from depthroute.model import Decoder
     from depthroute.recipes import recipe, run_of
     from depthroute.train import initialise, resolve
-    from depthroute.train.devices import peak_memory_bytes
+    from depthroute.train.devices import keep_freed_memory, peak_memory_bytes
     from depthroute.train.loop import accumulate_gradients
     from depthroute.train.optimiser import adamw
 
-    chosen = recipe("rd-s")
-    config = resolve(run_of(chosen, Path(), chosen.resolve().vocabulary, arm))
+    config = resolve(run_of(recipe("rd-s"), Path(), residual=arm))
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, sequences=sequences, microbatch=sequences))
+    keep_freed_memory()
     model = Decoder(config.model)
     initialise(model, 0)
     optimiser = adamw(model, config.train)

@@ -41,9 +41,8 @@ def run_facts(directory: Path) -> dict[str, Any]:
 
 def facts_of(target: str, residual: str | None, settings: dict[str, Any]) -> dict[str, Any]:
     """Facts of a recipe by name, of a run folder, or of a folder of token shards."""
-    from depthroute.common.config import override
     from depthroute.cost.summary import model_facts
-    from depthroute.recipes import RECIPES, recipe
+    from depthroute.recipes import RECIPES, recipe, run_of
 
     path = Path(target)
     if target not in RECIPES and path.is_dir():
@@ -54,5 +53,5 @@ def facts_of(target: str, residual: str | None, settings: dict[str, Any]) -> dic
         if (path / "manifest.json").exists():
             return data_facts(path)
         raise RequestError(f"{target} is neither a run folder (config.json) nor token shards (manifest.json).")
-    model = override(recipe(target).resolve(residual), {name.removeprefix("model."): value for name, value in settings.items()})
-    return {"recipe": target, **model_facts(model)}
+    run = run_of(recipe(target), Path(), residual=residual, settings=settings)
+    return {"recipe": target, **model_facts(run.model)}

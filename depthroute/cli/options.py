@@ -36,12 +36,10 @@ def changes(settings: Sequence[str]) -> dict[str, Any]:
 
 def run_from(chosen: Recipe, residual: str | None, data: Path, settings: Sequence[str]) -> RunConfig:
     """The run of a recipe with a residual method on prepared data, `settings` applied last."""
-    from depthroute.common.config import override
     from depthroute.data import TokenDataset
     from depthroute.recipes import run_of
 
-    run = run_of(chosen, data, TokenDataset.open(data).vocabulary, residual)
-    return override(run, changes(settings))
+    return run_of(chosen, data, vocabulary=TokenDataset.open(data).vocabulary, residual=residual, settings=changes(settings))
 
 
 def show(facts: dict[str, Any], as_json: bool) -> None:

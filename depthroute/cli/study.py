@@ -34,7 +34,7 @@ class Options:
     data: Path | None = None
     """Token shards made by `depthroute data`. Default: the default corpus, prepared in the study folder."""
     workers: int | None = None
-    """Runs trained at the same time. Default: as many as the processor's cores allow at train.threads each, or one where that is not set."""
+    """Runs trained at the same time. Default: as many as the cores allow at train.threads each; one where that is not set."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -47,12 +47,14 @@ def main(arguments: Sequence[str]) -> None:
     from depthroute.study.runner import run_study
 
     chosen = recipe(options.recipe)
-    run = override(run_of(chosen, options.data or options.out / "data", chosen.resolve().vocabulary), changes(options.set))
+    data = options.data or options.out / "data"
+    wanted = run_of(chosen, data, residual="prenorm", settings=changes(options.set))
+    arms = options.arm or ("prenorm", "block", "rd")
+    matched_study(chosen, wanted, arms=arms, seeds=options.seeds)  # a wrong request is refused before the text is read
     if options.data is None:
-        prepare(PrepareConfig(vocabulary=run.model.vocabulary), options.out / "data", report=lambda line: print(line, file=sys.stderr))
-    vocabulary = TokenDataset.open(Path(run.data)).vocabulary
-    base = override(run, {"model.vocabulary": vocabulary})
-    study = matched_study(chosen, base, arms=options.arm or ("prenorm", "block", "rd"), seeds=options.seeds)
+        prepare(PrepareConfig(vocabulary=wanted.model.vocabulary), data, report=lambda line: print(line, file=sys.stderr))
+    base = override(wanted, {"model.vocabulary": TokenDataset.open(data).vocabulary})
+    study = matched_study(chosen, base, arms=arms, seeds=options.seeds)
     threads = base.train.threads
     workers = options.workers or max(1, (os.cpu_count() or 1) // threads if threads else 1)
     statistics = run_study(study, options.out, workers=workers)

@@ -19,7 +19,7 @@ class ModelConfig:
     training), "compute" the dtype that sub-layers put out (bfloat16 under autocast). All arms of a comparison use the same one.
 
     Raises:
-        RequestError: a size that is not positive or does not divide.
+        RequestError: a size that is not positive or does not divide, or a residual method that does not fit.
     """
 
     vocabulary: int
@@ -52,6 +52,7 @@ class ModelConfig:
         for name in ("norm_eps", "init_std", "rope_base"):
             if not getattr(self, name) > 0:
                 raise RequestError(f"model.{name} = {getattr(self, name)} is not allowed; it must be positive.")
+        self.residual.check(self.body)
 
     @property
     def resolved_head_width(self) -> int:

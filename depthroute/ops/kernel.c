@@ -18,7 +18,7 @@
 #include <string.h>
 
 typedef int64_t i64;
-enum { TILE = 4, MAX_CHUNKS = 256 }; /* TILE vectors of columns are summed in registers */
+enum { TILE = 4, MAX_CHUNKS = 256, AHEAD_BYTES = 1024 }; /* TILE vectors of columns are summed in registers */
 
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef float f32x8 __attribute__((vector_size(32)));
@@ -137,6 +137,13 @@ static inline ACC NAME(sum_of_squares)(const STORE *x, i64 n) {
   return sum;
 }
 
+static inline i64 NAME(tokens_ahead)(i64 D) { return 1 + AHEAD_BYTES / (D * (i64)sizeof(STORE)); }
+
+/* Ask for a row some tokens ahead: S streams at once are more than the hardware follows on its own. */
+static inline void NAME(ask_for)(const STORE *x, i64 n) {
+  for (i64 j = 0; j < n; j += 64 / (i64)sizeof(STORE)) __builtin_prefetch(x + j);
+}
+
 /* <x, q>, and the sum of squares of x in the same pass */
 static inline ACC NAME(dot_and_squares)(const STORE *x, const ACC *q, i64 n, ACC *squares) {
   VEC total = {0}, square = {0};
@@ -218,9 +225,11 @@ void NAME(depth_forward)(i64 N, i64 D, i64 S, i64 M, i64 R, STORE *const *source
   for (i64 c = 0; c < chunks; c++) {
     const i64 end = (c + 1) * chunk < N ? (c + 1) * chunk : N;
     const STORE *rows[S];
+    const i64 ahead = NAME(tokens_ahead)(D);
     for (i64 t = c * chunk; t < end; t++) {
       for (i64 s = 0; s < S; s++) {
         rows[s] = sources[s] + t * D;
+        if (t + ahead < end) NAME(ask_for)(rows[s] + ahead * D, D);
         const STORE *key = keys ? keys[s] + t * R : rows[s] + (D - R);
         ACC square;
         const ACC first = NAME(dot_and_squares)(key, queries, R, &square);
@@ -261,6 +270,7 @@ void NAME(depth_backward)(i64 N, i64 D, i64 S, i64 M, i64 R, STORE *const *sourc
     const i64 first = keys ? D : D - R; /* columns from here on are also the key; the others feel the score only through a full RMS */
     const STORE *grad[M], *tail[M];
     ACC dscore[M * S], pull[M];
+    const i64 ahead = NAME(tokens_ahead)(D);
     for (i64 t = c * chunk; t < end; t++) {
       for (i64 m = 0; m < M; m++) {
         grad[m] = grads[m] + t * D;
@@ -268,6 +278,7 @@ void NAME(depth_backward)(i64 N, i64 D, i64 S, i64 M, i64 R, STORE *const *sourc
         const ACC *p = weights + (t * M + m) * S;
         ACC mean = 0;
         for (i64 s = 0; s < S; s++) {
+          if (m == 0 && t + ahead < end) NAME(ask_for)(sources[s] + (t + ahead) * D, D);
           dscore[m * S + s] = NAME(dot_rows)(grad[m], sources[s] + t * D, D);
           mean += p[s] * dscore[m * S + s];
         }

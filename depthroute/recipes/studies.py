@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from depthroute.common.config import override
 from depthroute.common.errors import RequestError
 from depthroute.recipes.models import Recipe
+from depthroute.residual import PreNormConfig, parse_residual
 from depthroute.study.plan import Arm, Study
 from depthroute.train import RunConfig
 
@@ -44,7 +48,7 @@ def matched_study(recipe: Recipe, base: RunConfig, *, arms: tuple[str, ...], see
         name, specification = _name(text)
         if name in made:
             raise RequestError(f"the arm {name!r} is there twice; name one of them: --arm NAME={specification}.")
-        model = dataclasses.replace(base.model, residual=recipe.resolve(specification).residual)
+        model = dataclasses.replace(base.model, residual=parse_residual(specification, recipe.attnres))
         made[name] = Arm(label=LABELS.get(name, name), config=dataclasses.replace(base, model=model))
     parent, *others = made
     comparisons = [(other, parent) for other in others]
@@ -64,10 +68,18 @@ def matched_study(recipe: Recipe, base: RunConfig, *, arms: tuple[str, ...], see
     )
 
 
-def run_of(recipe: Recipe, data: Path, vocabulary: int, residual: str | None = None) -> RunConfig:
-    """The run of a recipe on data with a tokenizer of `vocabulary` entries."""
-    model = dataclasses.replace(recipe.resolve(residual), vocabulary=vocabulary)
-    return RunConfig(model=model, train=recipe.train, data=str(data))
+def run_of(
+    recipe: Recipe, data: Path, *, vocabulary: int | None = None, residual: str | None = None, settings: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """The run of a recipe on data.
+
+    `vocabulary` is that of the data's tokenizer; None is the recipe's. `residual` is a specification; None is the recipe's method.
+    `settings` are dotted changes (`{"train.steps": "100"}`), checked together with everything else.
+    """
+    plain = RunConfig(model=recipe.model(PreNormConfig()), train=recipe.train, data=str(data))
+    method = parse_residual(residual or recipe.residual, recipe.attnres)
+    changes = {"model.residual": method, "model.vocabulary": vocabulary or plain.model.vocabulary, **(settings or {})}
+    return override(plain, changes)
 
 
 def _name(text: str) -> tuple[str, str]:

@@ -17,6 +17,7 @@ import abc
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 
@@ -66,7 +67,12 @@ class ResidualConfig(abc.ABC):
 
     @abc.abstractmethod
     def build(self, body: Body) -> Residual:
-        """The module that does it."""
+        """The module that does it. Raises RequestError where the method does not fit the body."""
+
+    def check(self, body: Body) -> None:
+        """Refuse a body that the method does not fit, before any work starts; nothing is allocated."""
+        with torch.device("meta"):
+            self.build(body)
 
 
 class Residual(nn.Module, abc.ABC):

@@ -55,6 +55,8 @@ def parse_residual(text: str, base: AttnResConfig | None = None) -> ResidualConf
         field, equals, value = setting.partition("=")
         if not equals:
             raise RequestError(f"--residual {text}: {setting!r} is not FIELD=VALUE.")
+        if field in changes or (colon and field in BLOCK_FIELDS):
+            raise RequestError(f"--residual {text}: {field} is given twice; give it once.")
         changes[field] = value
     if colon:
         if name in ("prenorm", "full"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import resource
 from contextlib import AbstractContextManager
@@ -11,6 +12,8 @@ import torch
 
 from depthroute.common.errors import RequestError
 from depthroute.train.config import Device, Precision
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
 def resolve_device(wanted: Device) -> Device:
@@ -59,3 +62,18 @@ def peak_memory_bytes(device: Device) -> int:
                 return int(line.split()[1]) * 1024
     unit = 1 if platform.system() == "Darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep the memory that a step frees for the next step, instead of giving it back page by page.
+
+    Every step allocates what the one before it freed. Under glibc's own thresholds much of it goes back to the kernel in between and
+    comes back as page faults: 4 to 12 ms in a step of 220 ms on one core, most of it in arms with many short-lived tensors. Blocks
+    above 32 MB are still returned. Elsewhere than under glibc this does nothing.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return
+    for parameter, value in ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 1 << 30), (_M_TOP_PAD, 64 << 20)):
+        mallopt(parameter, value)

@@ -28,7 +28,7 @@ from depthroute.model import Decoder
 from depthroute.train import checkpoint
 from depthroute.train.config import RunConfig
 from depthroute.train.console import Console, duration
-from depthroute.train.devices import autocast, peak_memory_bytes, resolve_device, resolve_precision
+from depthroute.train.devices import autocast, keep_freed_memory, peak_memory_bytes, resolve_device, resolve_precision
 from depthroute.train.environment import environment
 from depthroute.train.evaluation import evaluate
 from depthroute.train.initialise import initialise
@@ -59,6 +59,8 @@ def train(config: RunConfig, directory: Path, *, console: bool = True) -> dict[s
     data = TokenDataset.open(Path(config.data))
     config = _for_data(config, data)
     folder = RunFolder(directory)
+    if config.train.device == "cpu":
+        keep_freed_memory()
     with _threads(config.train.threads), Interruption() as interruption:
         facts = environment(config.train.device) | {"data": to_json(data.manifest)}
         with folder.claimed(config, facts):

@@ -130,14 +130,15 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_output_that_cannot_be_written(tmp_path: Path) -> None:
+def test_output_that_cannot_be_written() -> None:
     command = [sys.executable, "-m", "depthroute", "recipes"]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # it fails when it is flushed, at the end
     with open("/dev/full", "w") as full:
-        found = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+        found = subprocess.run(command, cwd=ROOT, env=buffered, stdout=full, stderr=subprocess.PIPE, text=True)
     assert found.returncode == 1 and found.stderr == "depthroute recipes: [Errno 28] No space left on device\n"
     read, write = os.pipe()
     os.close(read)  # nobody reads
-    found = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True)
+    found = subprocess.run(command, cwd=ROOT, env=buffered, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert (found.returncode, found.stderr) == (0, "")
 

@@ -26,7 +26,7 @@ def filled(module: torch.nn.Module) -> Any:
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if "norm" in name:
-                parameter.add_(torch.linspace(-0.3, 0.5, len(parameter)))
+                parameter.add_(torch.linspace(-0.3, 0.5, len(parameter)).roll(len(name)))  # no two norms of a sub-layer alike
     return module.double()
 
 

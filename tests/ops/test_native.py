@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from depthroute.common.errors import RequestError
-from depthroute.ops import attention, depth_attention, native
+from depthroute.ops import attention, build, depth_attention, native
 
 
 def rows(number: int = 3, tokens: int = 5, width: int = 24, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -77,28 +77,28 @@ def test_torch_checks_of_both_operators(requires_native: None, projected: bool) 
     keys = rows(width=6, dtype=torch.float64) if projected else []
     queries = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
-    torch.library.opcheck(native._depth_read, (sources, keys, queries, bias, False, 1e-6))
+    torch.library.opcheck(torch.ops.depthroute.depth_read, (sources, keys, queries, bias, False, 1e-6))
     with torch.no_grad():
-        found = native._depth_read(sources, keys, queries, bias, False, 1e-6)
+        found = torch.ops.depthroute.depth_read(sources, keys, queries, bias, False, 1e-6)
     plain = [[tensor.detach() for tensor in some] for some in (sources, keys)]
     gradients = [torch.randn_like(output) for output in found[:2]]
     statistics = [found[2], found[4], found[5]]
-    torch.library.opcheck(native._depth_read_backward, (*plain, queries.detach(), False, gradients, statistics))
+    torch.library.opcheck(torch.ops.depthroute.depth_read_backward, (*plain, queries.detach(), False, gradients, statistics))
 
 
 @pytest.fixture
 def forget_the_kernel() -> Iterator[None]:
-    native._library.cache_clear()
+    build.library.cache_clear()
     attention._say_slower.cache_clear()
     yield
-    native._library.cache_clear()
+    build.library.cache_clear()
     attention._say_slower.cache_clear()
 
 
 def test_without_a_compiler_the_definition_serves_and_says_so_once(
     forget_the_kernel: None, monkeypatch: pytest.MonkeyPatch, calls: list[str]
 ) -> None:
-    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
     query = torch.randn(24, requires_grad=True)
     with pytest.warns(RuntimeWarning, match=r"is slower: no C compiler \(cc, gcc or clang\) was found") as caught:
         depth_attention(rows(), query)
@@ -115,7 +115,7 @@ def test_a_compiler_that_fails_is_quoted(forget_the_kernel: None, monkeypatch: p
     broken = tmp_path / "cc"
     broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "licence expired" >&2\nexit 1\n')
     broken.chmod(0o755)
-    monkeypatch.setattr(native.shutil, "which", lambda name: str(broken))
+    monkeypatch.setattr(build.shutil, "which", lambda name: str(broken))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.warns(RuntimeWarning, match="could not build the kernel: licence expired"):
         depth_attention(rows(), torch.randn(24))
@@ -127,7 +127,7 @@ def test_the_kernel_is_built_into_the_users_cache_and_found_there_again(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     expected = depth_attention(rows(), torch.ones(24))
     (built,) = (tmp_path / "depthroute").iterdir()
-    native._library.cache_clear()
-    monkeypatch.setattr(native, "_accepts", lambda *_: pytest.fail("compiled again"))
+    build.library.cache_clear()
+    monkeypatch.setattr(build, "_accepts", lambda *_: pytest.fail("compiled again"))
     assert torch.equal(depth_attention(rows(), torch.ones(24)), expected)  # type: ignore[arg-type]
     assert [path.name for path in (tmp_path / "depthroute").iterdir()] == [built.name]

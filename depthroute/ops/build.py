@@ -1,0 +1,101 @@
+"""Compiles `kernel.c` with the machine's C compiler, once, into the user's cache, and loads it through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+SUFFIXES = ("f32", "bf16", "f64")
+_SOURCE = Path(__file__).with_name("kernel.c")
+_COMPILE = ("-O3", "-fPIC", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math")
+# Each is left out where the compiler does not know it; the result is slower, never different in kind.
+_OPTIONAL = ("-march=native", "-fopenmp")
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL | str:
+    """The compiled kernel, or why there is none."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return "no C compiler (cc, gcc or clang) was found on the PATH"
+    try:
+        return _declare(ctypes.CDLL(str(_build(compiler))))
+    except (OSError, subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        detail = getattr(error, "stderr", None) or str(error)
+        return f"{compiler} could not build the kernel: {detail.strip()[:300]}"
+
+
+def _build(compiler: str) -> Path:
+    """Compile into the user's cache, keyed by everything that decides the result: source, compiler, flags, processor."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+    identity = [_SOURCE.read_text(), compiler, version, *_COMPILE, *_OPTIONAL, platform.machine(), _processor()]
+    digest = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "depthroute"
+    target = cache / f"kernel-{digest}.so"
+    if target.exists():
+        return target
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [flag for flag in _OPTIONAL if _accepts(compiler, flag, folder)]
+        linked = _compile(compiler, flags, folder)
+        try:
+            ctypes.CDLL(str(linked))
+        except OSError:  # torch was built with another OpenMP: one thread then
+            linked = _compile(compiler, [flag for flag in flags if flag != "-fopenmp"], folder)
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=cache, suffix=".so")
+        except OSError:  # no home to cache in: this process keeps its own copy
+            handle, name = tempfile.mkstemp(suffix=".so")
+            target = Path(name)
+        os.close(handle)
+        shutil.copyfile(linked, name)
+        os.replace(name, target)
+    return target
+
+
+def _compile(compiler: str, flags: list[str], folder: str) -> Path:
+    built, linked = Path(folder) / "kernel.o", Path(folder) / f"kernel-{len(flags)}.so"
+    # OpenMP is not linked: its symbols are found in the runtime that torch has loaded, so that both share one set of threads.
+    undefined = ["-undefined", "dynamic_lookup"] if platform.system() == "Darwin" else []
+    for command in (
+        [compiler, *_COMPILE, *flags, "-c", str(_SOURCE), "-o", str(built)],
+        [compiler, "-shared", *undefined, str(built), "-o", str(linked), "-lm"],
+    ):
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return linked
+
+
+def _accepts(compiler: str, flag: str, folder: str) -> bool:
+    empty = Path(folder) / "empty.c"
+    empty.write_text("int main(void) { return 0; }\n")
+    command = [compiler, "-Werror", flag, "-c", str(empty), "-o", str(empty.with_suffix(".o"))]
+    return subprocess.run(command, capture_output=True, timeout=60).returncode == 0
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def _declare(found: ctypes.CDLL) -> ctypes.CDLL:
+    integer, pointer = ctypes.c_int64, ctypes.c_void_p
+    found.depth_chunk_tokens.argtypes = [integer]
+    found.depth_chunk_tokens.restype = integer
+    for suffix in SUFFIXES:
+        forward = getattr(found, f"depth_forward_{suffix}")
+        forward.argtypes = [integer] * 5 + [pointer] * 4 + [ctypes.c_int, ctypes.c_double] + [pointer] * 5
+        forward.restype = None
+        backward = getattr(found, f"depth_backward_{suffix}")
+        backward.argtypes = [integer] * 5 + [pointer] * 3 + [ctypes.c_int] + [pointer] * 9
+        backward.restype = None
+    return found
