@@ -58,7 +58,7 @@ class TokenEmbedding(nn.Embedding):
 class Rotary(nn.Module):
     """Rotary position embedding on the two halves of a head (RoFormer, Eq. 34; the pairing of Llama).
 
-    The tables are computed in float64 and kept in float32. They are no parameters and not saved.
+    The tables are computed in float64 and stored in float32; casting the model casts them too. They are no parameters and not saved.
     """
 
     cos: Tensor

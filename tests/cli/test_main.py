@@ -64,7 +64,7 @@ def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["trian"], "unknown command 'trian'; perhaps you meant 'train'"),
         (["info", "rds"], "depthroute info: unknown recipe 'rds'; perhaps you meant 'rd-s'"),
-        (["info", "rd-s", "--set", "model.widht=3"], "depthroute info: widht: unknown field 'widht'; perhaps you meant 'width'"),
+        (["info", "rd-s", "--set", "model.widht=3"], "depthroute info: model.widht: unknown field 'widht'; perhaps you meant 'width'"),
         (["info", "rd-s", "--set", "model.width"], "it takes FIELD=VALUE"),
         (["info", "rd-s", "--residual", "blok"], "unknown residual method 'blok'; perhaps you meant 'block'"),
         (["info", "rd-s", "--residual", "block:99"], "block = 99 is not allowed; it takes 1 to 32 for 32 sub-layers"),
@@ -148,7 +148,7 @@ def test_info_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["parameters"] == 119_800_512
     assert main(["info", "rd-s", "--residual", "block"]) == 0
     assert "parameters             119,791,296" in capsys.readouterr().out
-    assert main(["info", "small", "--set", "model.width=48", "--set", "layers=2", "--json"]) == 0
+    assert main(["info", "small", "--set", "model.width=48", "--set", "model.layers=2", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["width"], facts["layers"]) == (48, 2)
 

@@ -66,7 +66,7 @@ def test_an_unknown_recipe() -> None:
 
 def test_a_study_compares_each_arm_with_the_first_in_one_body() -> None:
     chosen = recipe("small")
-    base = run_of(chosen, Path("tokens"), 999)
+    base = run_of(chosen, Path("tokens"), vocabulary=999)
     study = matched_study(chosen, base, arms=("prenorm", "block", "rd", "wide=block:8,rank=16"), seeds=(1, 2))
     assert list(study.arms) == ["prenorm", "block", "rd", "wide"]
     assert set(study.comparisons) == {("block", "prenorm"), ("rd", "prenorm"), ("wide", "prenorm"), ("rd", "block")}
@@ -79,10 +79,21 @@ def test_a_study_compares_each_arm_with_the_first_in_one_body() -> None:
 
 def test_wrong_studies_are_refused() -> None:
     chosen = recipe("small")
-    base = run_of(chosen, Path("tokens"), 999)
+    base = run_of(chosen, Path("tokens"), vocabulary=999)
     with pytest.raises(RequestError, match="at least two arms; it was given 1"):
         matched_study(chosen, base, arms=("prenorm",), seeds=(1,))
     with pytest.raises(RequestError, match="the arm 'rd' is there twice"):
         matched_study(chosen, base, arms=("rd", "rd"), seeds=(1,))
+    with pytest.raises(RequestError, match="block = 99 is not allowed; it takes 1 to 16 for 16 sub-layers"):
+        matched_study(chosen, base, arms=("prenorm", "block:99"), seeds=(1,))  # before any cell is trained
     with pytest.raises(RequestError, match="unknown residual method 'blok'"):
         matched_study(chosen, base, arms=("prenorm", "blok"), seeds=(1,))
+
+
+def test_a_residual_method_is_checked_against_the_body_it_will_serve() -> None:
+    deeper = run_of(recipe("small"), Path("tokens"), residual="block:20", settings={"model.layers": "12"})
+    assert deeper.model.residual == AttnResConfig(block=20)
+    with pytest.raises(RequestError, match="block = 20 is not allowed; it takes 1 to 16"):
+        run_of(recipe("small"), Path("tokens"), residual="block:20")
+    with pytest.raises(RequestError, match="rank = 200 is larger than the width 96"):
+        run_of(recipe("small"), Path("tokens"), residual="low-rank:4,rank=200")

@@ -65,3 +65,9 @@ def test_a_base_gives_blocks_and_norms_and_its_rank_to_low_rank_alone(text: str,
 def test_mistakes_are_explained(text: str, match: str) -> None:
     with pytest.raises(RequestError, match=match):
         parse_residual(text)
+
+
+def test_a_field_given_twice_is_refused() -> None:
+    for text, field in (("block:4,block=2", "block"), ("rd:4,rank=8,rank=16", "rank"), ("block:4,num_blocks=2", "num_blocks")):
+        with pytest.raises(RequestError, match=f"{field} is given twice"):
+            parse_residual(text)
