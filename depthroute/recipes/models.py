@@ -60,7 +60,7 @@ def _low_rank_shape(width: int, layers: int, heads: int, mlp_width: int) -> Call
 
 def small(residual: ResidualConfig) -> ModelConfig:
     """Eight layers that learn English prose in a minute on two cores; heads of 16 as in the Role-Decoupled paper."""
-    return ModelConfig(vocabulary=2_048, width=96, layers=8, heads=6, mlp_width=384, context=128, residual=residual)
+    return ModelConfig(vocabulary=2_048, width=96, layers=8, heads=6, mlp_width=480, context=128, residual=residual)
 
 
 # Role-Decoupled paper, section 4 and C.2. Both scales see 32 sequences a step.
