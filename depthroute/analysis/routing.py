@@ -18,8 +18,7 @@ from depthroute.model import Decoder
 from depthroute.residual import Memory
 from depthroute.train import load_trained
 
-# Means over this many tokens differ from those over ten times as many in the third decimal.
-TOKENS = 65_536
+TOKENS = 32_768
 
 
 def write_routing(run: Path, *, data: Path | None = None, tokens: int = TOKENS) -> None:

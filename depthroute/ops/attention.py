@@ -109,6 +109,7 @@ def depth_attention(
     outputs, weights, lse = read(sources, keys, queries, bias, full, eps)
     if not extras:
         return tuple(outputs) if query.ndim == 2 else outputs[0]
+    weights, lse = weights.movedim((-2, -1), (0, 1)), lse.movedim(-1, 0)
     if query.ndim == 2:
         return DepthRead(tuple(outputs), weights if return_weights else None, lse if return_lse else None)
     return DepthRead(outputs[0], weights[0] if return_weights else None, lse[0] if return_lse else None)

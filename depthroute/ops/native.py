@@ -37,7 +37,7 @@ def read(
     if bias is None:
         bias = queries.new_zeros(count, len(sources))
     found = torch.ops.depthroute.depth_read(list(sources), list(keys or ()), queries, bias, full, eps)
-    return found[:count], found[count].movedim((-2, -1), (0, 1)), found[count + 1].movedim(-1, 0)
+    return found[:count], found[count], found[count + 1]
 
 
 def _kernel(stem: str, dtype: torch.dtype) -> Any:

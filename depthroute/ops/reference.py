@@ -31,7 +31,7 @@ def reference(
         eps: added to the mean square under the root.
 
     Returns:
-        M outputs [..., D] in the sources' promoted dtype; weights [M, S, ...]; log-sum-exp of the scores [M, ...].
+        M outputs [..., D] in the sources' promoted dtype; weights [..., M, S]; log-sum-exp of the scores [..., M].
     """
     dtype = sources[0].dtype
     for source in sources[1:]:
@@ -57,4 +57,4 @@ def reference(
         for index in range(1, len(sources)):
             mixed = mixed + weights[index, ..., m, None] * sources[index]
         outputs.append(mixed.to(dtype))
-    return outputs, weights.movedim(-1, 0), torch.logsumexp(score, dim=0).movedim(-1, 0)
+    return outputs, weights.movedim(0, -1), torch.logsumexp(score, dim=0)

@@ -26,7 +26,7 @@ LABELS = {
 }
 
 
-MILESTONES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # of the steps, where the recipe names none
+MILESTONES = (1 / 4, 1 / 2, 3 / 4, 1)  # of the steps, where the recipe names none
 
 
 def matched_study(recipe: Recipe, base: RunConfig, *, arms: tuple[str, ...], seeds: tuple[int, ...]) -> Study:
