@@ -59,7 +59,7 @@ def _low_rank_shape(width: int, layers: int, heads: int, mlp_width: int) -> Call
 
 
 def small(residual: ResidualConfig) -> ModelConfig:
-    """Eight layers that learn technical prose in a minute on one core; heads of 16 and an MLP of 5 widths as in the Role-Decoupled paper."""
+    """Eight layers that learn technical prose in a minute; heads of 16 and an MLP of 5 widths as in the Role-Decoupled paper."""
     return ModelConfig(vocabulary=2_048, width=96, layers=8, heads=6, mlp_width=480, context=128, residual=residual)
 
 
@@ -97,7 +97,7 @@ def _low_rank(name: str, width: int, layers: int, heads: int, mlp_width: int, ra
 
 # At this width bf16 autocast is slower than float32 on a processor that has it, and one thread a run is the best use of two cores.
 _SMALL_TRAINING = TrainConfig(
-    steps=450, sequences=8, learning_rate=4e-3, warmup_fraction=0.15, precision="float32", threads=1, evaluation_tokens=65_536
+    steps=400, sequences=8, learning_rate=4e-3, warmup_fraction=0.15, precision="float32", threads=1, evaluation_tokens=32_768
 )
 
 RECIPES: dict[str, Recipe] = {

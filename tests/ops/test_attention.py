@@ -258,4 +258,4 @@ def test_compiles_as_one_graph(compiler: str) -> None:
 def test_the_definition_takes_any_order_of_leading_dimensions() -> None:
     sources, query = sources_and_query(2, lead=(2, 3, 4))
     outputs, weights, lse = reference(sources, None, query[None], None, False, 1e-6)
-    assert outputs[0].shape == (2, 3, 4, 8) and weights.shape == (1, 2, 2, 3, 4) and lse.shape == (1, 2, 3, 4)
+    assert outputs[0].shape == (2, 3, 4, 8) and weights.shape == (2, 3, 4, 1, 2) and lse.shape == (2, 3, 4, 1)
