@@ -61,8 +61,6 @@ class ResidualConfig(abc.ABC):
     @staticmethod
     def variants() -> dict[str, type[ResidualConfig]]:
         """Every registered method by name."""
-        from depthroute.residual.registry import METHODS  # the registry imports the methods, and they import this file
-
         return METHODS
 
     @abc.abstractmethod
@@ -73,6 +71,9 @@ class ResidualConfig(abc.ABC):
         """Refuse a body that the method does not fit, before any work starts; nothing is allocated."""
         with torch.device("meta"):
             self.build(body)
+
+
+METHODS: dict[str, type[ResidualConfig]] = {}  # filled by registry.py, a line a method
 
 
 class Residual(nn.Module, abc.ABC):

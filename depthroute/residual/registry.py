@@ -10,9 +10,9 @@ from depthroute.common.config import override
 from depthroute.common.errors import RequestError, choose
 from depthroute.residual.attnres import BLOCK_FIELDS, AttnResConfig
 from depthroute.residual.prenorm import PreNormConfig
-from depthroute.residual.protocol import ResidualConfig
+from depthroute.residual.protocol import METHODS, ResidualConfig
 
-METHODS: dict[str, type[ResidualConfig]] = {config.name: config for config in (PreNormConfig, AttnResConfig)}
+METHODS.update({config.name: config for config in (PreNormConfig, AttnResConfig)})
 
 
 def _attnres(base: AttnResConfig, **changes: Any) -> AttnResConfig:

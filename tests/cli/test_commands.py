@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
+from depthroute.cli.data import Options as DataOptions
 from depthroute.cli.main import main
+from depthroute.data import PrepareConfig
 
 
 def test_info_of_a_run_and_of_its_data(trained_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,3 +62,9 @@ def test_data_is_prepared_once(tmp_path: Path, capsys: pytest.CaptureFixture[str
     facts = json.loads(capsys.readouterr().out)
     assert facts["vocabulary"] <= 280 and sum(facts[f"{split}_documents"] for split in ("train", "validation", "test")) == 80
     assert main(options) == 0 and json.loads(capsys.readouterr().out) == facts
+
+
+def test_the_options_of_data_are_those_of_its_configuration() -> None:
+    options, config = dataclasses.asdict(DataOptions(out=Path())), dataclasses.asdict(PrepareConfig())
+    assert {name: options[name] for name in config} == config
+    assert options.keys() - config.keys() == {"out", "json"}
