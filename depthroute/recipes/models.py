@@ -97,7 +97,7 @@ def _low_rank(name: str, width: int, layers: int, heads: int, mlp_width: int, ra
 
 # At this width bf16 autocast is slower than float32 on a processor that has it, and one thread a run is the best use of two cores.
 _SMALL_TRAINING = TrainConfig(
-    steps=400, sequences=8, learning_rate=4e-3, warmup_fraction=0.15, precision="float32", threads=1, evaluation_tokens=32_768
+    steps=400, sequences=8, learning_rate=4e-3, warmup_fraction=0.15, precision="float32", threads=1, evaluation_tokens=65_536
 )
 
 RECIPES: dict[str, Recipe] = {
