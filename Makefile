@@ -10,7 +10,7 @@ BIN = $(VENV)/bin
 
 # Text to report: three arms, matched. Run it again after an interruption and it goes on.
 study: $(VENV)/.installed
-	$(BIN)/python -m depthroute study $(OUT) $(STUDY_OPTIONS)
+	$(BIN)/python -m depthroute study "$(OUT)" $(STUDY_OPTIONS)
 
 test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" $(TEST_OPTIONS)
@@ -31,4 +31,4 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt scripts/setup.sh
 	@touch $@ $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV)

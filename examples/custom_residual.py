@@ -1,7 +1,7 @@
 """A residual method of your own: one class behind the protocol, then everything else works with it.
 
 ReZero (Bachlechner et al., 2020): the stream plus a learned scalar, zero at first, times each output.
-Run it: python examples/custom_residual.py
+Run it: .venv/bin/python examples/custom_residual.py
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Depth routing in a model of your own: fifteen lines around the sub-layers you already have.
 
-Run it: python examples/own_model.py
+Run it: .venv/bin/python examples/own_model.py
 """
 
 import torch

@@ -67,6 +67,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         print(f"depthroute {name}: {error}", file=sys.stderr)
         return FailureError.exit_code
+    except Exception as error:
+        if debug:
+            raise
+        what = str(error).strip().splitlines() or [""]
+        print(f"depthroute {name}: unexpected {type(error).__name__}: {what[0]} (--debug shows where)", file=sys.stderr)
+        return FailureError.exit_code
     return 0
 
 

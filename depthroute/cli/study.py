@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,24 +38,34 @@ class Options:
 
 def main(arguments: Sequence[str]) -> None:
     options = read(Options, "study", arguments)
-    from depthroute.common.config import override
+    from depthroute.common.errors import RequestError
+    from depthroute.common.processors import usable_processors
     from depthroute.data import PrepareConfig, TokenDataset, prepare
+    from depthroute.ops import kernel_unavailable
     from depthroute.recipes import matched_study, recipe, run_of
     from depthroute.report import write_report
     from depthroute.study.collect import check_complete
     from depthroute.study.runner import run_study
 
+    if options.out.exists() and not options.out.is_dir():
+        raise RequestError(f"{options.out} is a file; name a folder for the study.")
+    settings = changes(options.set)
+    if "train.seed" in settings:
+        raise RequestError("--set train.seed does not apply to a study; name its seeds: --seeds 1 2 3.")
     chosen = recipe(options.recipe)
     data = options.data or options.out / "data"
-    wanted = run_of(chosen, data, residual="prenorm", settings=changes(options.set))
+    wanted = run_of(chosen, data, residual="prenorm", settings=settings)
     arms = options.arm or ("prenorm", "block", "rd")
     matched_study(chosen, wanted, arms=arms, seeds=options.seeds)  # a wrong request is refused before the text is read
     if options.data is None:
         prepare(PrepareConfig(vocabulary=wanted.model.vocabulary), data, report=lambda line: print(line, file=sys.stderr))
-    base = override(wanted, {"model.vocabulary": TokenDataset.open(data).vocabulary})
+    base = run_of(chosen, data, vocabulary=TokenDataset.open(data).vocabulary, residual="prenorm", settings=settings)
     study = matched_study(chosen, base, arms=arms, seeds=options.seeds)
+    slow = kernel_unavailable()
+    if slow and base.train.device != "cuda":
+        print(f"depth attention runs without its compiled CPU kernel and is slower: {slow}.", file=sys.stderr)
     threads = base.train.threads
-    workers = options.workers or max(1, (os.cpu_count() or 1) // threads if threads else 1)
-    statistics = run_study(study, options.out, workers=workers)
+    workers = options.workers or (min(usable_processors() // threads, len(arms) * len(options.seeds)) if threads else 1)
+    statistics = run_study(study, options.out, workers=max(1, workers))
     print(f"report: {write_report(options.out)}")
     check_complete(statistics)

@@ -14,6 +14,16 @@ from typing import Any
 from depthroute.common.errors import FailureError, RequestError
 
 
+def cache_folder() -> Path:
+    """Where files that can be made again are kept: `depthroute` in XDG_CACHE_HOME or ~/.cache, in the temporary folder without a home."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        # The XDG base directory specification: a relative path is to be ignored.
+        return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "depthroute"
+    except RuntimeError:  # neither HOME nor an entry for the user, as in a container under a made-up id
+        return Path(tempfile.gettempdir(), f"depthroute-{os.getuid()}")
+
+
 @contextmanager
 def explain_os_errors(path: Path, doing: str) -> Iterator[None]:
     """Turn the operating system's refusals into one sentence that names the path and what to do."""

@@ -57,7 +57,7 @@ def routing_flops(width: int, rank: int, counts: Sequence[int]) -> int:
     return (width + rank) * sum(count for count in counts if count > 1)
 
 
-def projected_key_flops(layers: int, width: int, mlp_width: int, rank: int) -> int:
+def projected_key_flops(layers: int, width: int, mlp_width: int, rank: int, attention_width: int | None = None) -> int:
     """Multiply-adds per token of projecting keys: rank x (layers x (width + mlp_width) + width) (Appendix F, eq. 41).
 
     Each output projection grows by `rank` rows, and the embedding gets a projection of its own. It comes on top of `routing_flops`.
@@ -65,15 +65,22 @@ def projected_key_flops(layers: int, width: int, mlp_width: int, rank: int) -> i
     Raises:
         RequestError: a rank outside 1 to `width`.
     """
-    return projected_key_parameters(layers=layers, width=width, mlp_width=mlp_width, rank=rank)
+    return projected_key_parameters(layers=layers, width=width, mlp_width=mlp_width, rank=rank, attention_width=attention_width)
 
 
-def core_flops(layers: int, width: int, mlp_width: int) -> int:
+def core_flops(
+    layers: int, width: int, mlp_width: int, *, attention_width: int | None = None, key_value_width: int | None = None
+) -> int:
     """Multiply-adds per token of the weight matrices of a SwiGLU Transformer: layers x (4 width^2 + 3 width mlp_width) (eq. 68).
+
+    `attention_width` is that of all heads together, `key_value_width` that of all key-value heads; None is `width` for the first and
+    `attention_width` for the second.
 
     Embedding, output head and attention scores are left out, as in the paper; with them, routing is a smaller part of the whole.
     """
-    return layers * (4 * width**2 + 3 * width * mlp_width)
+    attention_width = attention_width or width
+    key_value_width = key_value_width or attention_width
+    return layers * (2 * width * attention_width + 2 * width * key_value_width + 3 * width * mlp_width)
 
 
 def kernel_reduction(width: int, rank: int) -> float:

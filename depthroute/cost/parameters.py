@@ -45,16 +45,19 @@ def routing_parameters(*, reads: int, width: int, rank: int, key_gains: int = 0,
     return rank * (reads + key_gains + value_routes)
 
 
-def projected_key_parameters(*, layers: int, width: int, mlp_width: int, rank: int) -> int:
+def projected_key_parameters(
+    *, layers: int, width: int, mlp_width: int, rank: int, attention_width: int | None = None
+) -> int:
     """Parameters of the key projections: rank x (layers x (width + mlp_width) + width) (Low-Rank AttnRes, Appendix F, eq. 54).
 
-    Each of them is used once a token, so this is also `depthroute.cost.flops.projected_key_flops`. The queries come on top.
+    `attention_width` is that of all heads together; None is `width`. Each projection is used once a token, so this is also
+    `depthroute.cost.flops.projected_key_flops`. The queries come on top.
 
     Raises:
         RequestError: a rank outside 1 to `width`.
     """
     check_rank(width, rank)
-    return rank * (layers * (width + mlp_width) + width)
+    return rank * (layers * ((attention_width or width) + mlp_width) + width)
 
 
 def check_rank(width: int, rank: int) -> None:

@@ -50,6 +50,8 @@ def routing_percent(config: ModelConfig) -> float:
         counts += counts[:-1:2]
     rank = method.rank or config.width
     cost = routing_flops(config.width, rank, counts)
+    heads = config.heads * config.resolved_head_width
     if method.keys == "projected":
-        cost += projected_key_flops(config.layers, config.width, config.mlp_width, rank)
-    return 100 * cost / core_flops(config.layers, config.width, config.mlp_width)
+        cost += projected_key_flops(config.layers, config.width, config.mlp_width, rank, heads)
+    key_values = config.resolved_key_value_heads * config.resolved_head_width
+    return 100 * cost / core_flops(config.layers, config.width, config.mlp_width, attention_width=heads, key_value_width=key_values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import os
 import platform
@@ -14,12 +15,12 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from depthroute.common.errors import DepthrouteError, FailureError
-from depthroute.common.files import read_json, write_bytes, write_json
+from depthroute.common.files import cache_folder, read_json, write_bytes, write_json
 from depthroute.data import docstrings
 
 DOCSTRING_PACKAGES = ("torch", "scipy", "sympy", "networkx", "numpy", "matplotlib")
@@ -80,10 +81,12 @@ class ContentHash:
 
 @dataclass(frozen=True, kw_only=True)
 class DocstringCorpus:
-    """The default corpus, read from its cache file. Make one with `docstring_corpus`."""
+    """The default corpus, read from its cache file, or from memory where that cannot be written. Make one with `docstring_corpus`."""
 
     path: Path
     """JSON lines `{"id": ..., "text": ...}`."""
+    lines: bytes | None = field(default=None, repr=False)
+    """What `path` would hold where it cannot be written."""
     content_hash: str
     contents: tuple[str, ...]
     missing: tuple[str, ...]
@@ -92,7 +95,7 @@ class DocstringCorpus:
 
     def documents(self, skipped: Counter[str]) -> Iterator[Document]:
         skipped.update(self.skipped)
-        with self.path.open("rb") as file:
+        with self.path.open("rb") if self.lines is None else io.BytesIO(self.lines) as file:
             for line in file:
                 row = json.loads(line)
                 yield Document(row["id"], row["text"])
@@ -108,10 +111,11 @@ def docstring_corpus(
 
     No package is imported. Tests are left out, and so is every docstring that a module earlier in the alphabet has word for word. Documents
     come in the order of a hash of their ids, so that the beginning of any split is a sample of all packages. The result is kept under
-    `cache`, by default the user's cache folder, in a file named after the installed versions and the sources found.
+    `cache`, by default the user's cache folder, in a file named after the installed versions and the sources found; where that cannot be
+    written it stays in memory, and the next call reads the sources again.
 
     Raises:
-        FailureError: the cache folder cannot be written, or Python could not be started to parse the files.
+        FailureError: Python could not be started to parse the files.
     """
     roots: dict[str, Path] = {STANDARD_LIBRARY: Path(sysconfig.get_paths()["stdlib"])}
     contents, missing = [f"{STANDARD_LIBRARY} {platform.python_version()}"], []
@@ -125,27 +129,38 @@ def docstring_corpus(
     files = sorted(file for package, root in roots.items() for file in _source_files("" if package == STANDARD_LIBRARY else package, root))
     inventory = [CACHE_FORMAT, contents, [(module, path.stat().st_size) for module, path in files]]
     key = hashlib.sha256(json.dumps(inventory).encode("utf-8")).hexdigest()[:16]
-    path = (cache or _cache_folder()) / f"docstrings-{key}.jsonl"
-    facts = _cached(path)
+    path = (cache or cache_folder()) / f"docstrings-{key}.jsonl"
+    facts, lines = _cached(path), None
     if facts is None:
         if report:
             report(f"reading the docstrings of {len(files)} source files ({', '.join(contents)})")
-        facts = _extract_into(path, files)
+        facts, extracted = _extract_lines(files)
+        try:
+            write_bytes(path, extracted)
+            write_json(path.with_suffix(".json"), facts)
+        except (FailureError, OSError) as error:
+            lines = extracted
+            if report:
+                report(f"the docstrings are not kept for the next time: {error}")
     return DocstringCorpus(
-        path=path, content_hash=facts["content_hash"], contents=tuple(contents), missing=tuple(missing), skipped=facts["skipped"]
+        path=path,
+        lines=lines,
+        content_hash=facts["content_hash"],
+        contents=tuple(contents),
+        missing=tuple(missing),
+        skipped=facts["skipped"],
     )
 
 
-def _extract_into(path: Path, files: list[tuple[str, Path]]) -> dict[str, Any]:
+def _extract_lines(files: list[tuple[str, Path]]) -> tuple[dict[str, Any], bytes]:
+    """What is known of a cache file, and what it holds."""
     documents, skipped = _extract(files)
     content, lines = ContentHash(), bytearray()
     for document in documents:
         content.add(document)
         lines += json.dumps(document._asdict(), ensure_ascii=False).encode("utf-8") + b"\n"
     facts = {"content_hash": content.hexdigest(), "file_hash": hashlib.sha256(lines).hexdigest(), "skipped": skipped}
-    write_bytes(path, bytes(lines))
-    write_json(path.with_suffix(".json"), facts)
-    return facts
+    return facts, bytes(lines)
 
 
 def _cached(path: Path) -> dict[str, Any] | None:
@@ -173,7 +188,7 @@ def _extract(files: list[tuple[str, Path]]) -> tuple[list[Document], dict[str, i
     for module in sorted(modules):
         found = modules[module]
         if found is None:
-            skipped["source files that this Python cannot parse"] += 1
+            skipped["source files that this Python cannot read or parse"] += 1
             continue
         new = [text for text in dict.fromkeys(found) if text not in seen]
         skipped["docstrings that another module or definition has word for word"] += len(found) - len(new)
@@ -213,7 +228,9 @@ def _source_files(package: str, root: Path) -> Iterator[tuple[str, Path]]:
             stem = name.removesuffix(".py")
             if stem == name or stem.startswith("test_") or stem.endswith("_test") or stem == "conftest":
                 continue
-            yield ".".join(prefix if stem == "__init__" else (*prefix, stem)), Path(folder, name)
+            path = Path(folder, name)
+            if path.is_file():  # not a link to nowhere
+                yield ".".join(prefix if stem == "__init__" else (*prefix, stem)), path
 
 
 def _version(package: str) -> str:
@@ -221,8 +238,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "of unknown version"
-
-
-def _cache_folder() -> Path:
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "depthroute"

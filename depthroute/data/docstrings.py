@@ -4,7 +4,7 @@ It is a program of its own because parsing thousands of files wants every core, 
 a process that has threads (PyTorch's, the tokenizer's) or import the caller's main script again.
 
     input   JSON on standard input:  [[module, path], ...]
-    output  JSON on standard output: [[module, [docstring, ...] or null], ...], null where Python cannot parse the file
+    output  JSON on standard output: [[module, [docstring, ...] or null], ...], null where Python cannot read or parse the file
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
         try:
             with open(path, "rb") as file:
                 result.append((module, docstrings(file.read())))
-        except (SyntaxError, ValueError, RecursionError, MemoryError):  # MemoryError: nested too deeply for the parser
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # MemoryError: nested too deeply for the parser
             result.append((module, None))
     json.dump(result, sys.stdout)
 

@@ -91,7 +91,9 @@ def load_tokenizer(path: Path) -> TextTokenizer:
         text = path.read_text(encoding="utf-8")
         json.loads(text)
     except FileNotFoundError as error:
-        raise RequestError(f"{path} does not exist.") from error
+        raise RequestError(
+            f"{path.parent} holds no {path.name}: it is no data directory, or its preparation did not finish; prepare it."
+        ) from error
     except ValueError as error:
         raise FailureError(f"{path} is not valid JSON ({error}); it was cut short or changed by hand.") from error
     try:

@@ -1,4 +1,6 @@
 """Tensors in, tensors out: the depth-attention operator and its backends. No modules, no configuration."""
 
-from depthroute.ops.attention import DepthRead as DepthRead
-from depthroute.ops.attention import depth_attention as depth_attention
+from depthroute.ops.attention import DepthRead, depth_attention
+from depthroute.ops.native import unavailable as kernel_unavailable
+
+__all__ = ["DepthRead", "depth_attention", "kernel_unavailable"]

@@ -9,8 +9,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+
+from depthroute.common.errors import FailureError
+from depthroute.common.files import cache_folder, write_bytes, write_text
 
 SUFFIXES = ("f32", "bf16", "f64")
 _SOURCE = Path(__file__).with_name("kernel.c")
@@ -26,38 +30,43 @@ def library() -> ctypes.CDLL | str:
     if compiler is None:
         return "no C compiler (cc, gcc or clang) was found on the PATH"
     try:
-        return _declare(ctypes.CDLL(str(_build(compiler))))
+        return _declare(_load(compiler))
     except (OSError, subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         detail = getattr(error, "stderr", None) or str(error)
         return f"{compiler} could not build the kernel: {detail.strip()[:300]}"
 
 
-def _build(compiler: str) -> Path:
-    """Compile into the user's cache, keyed by everything that decides the result: source, compiler, flags, processor."""
+def _load(compiler: str) -> ctypes.CDLL:
+    """From the user's cache, or compiled and put there, keyed by all that decides it: source, compiler, flags, processor."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
     identity = [_SOURCE.read_text(), compiler, version, *_COMPILE, *_OPTIONAL, platform.machine(), _processor()]
     digest = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "depthroute"
-    target = cache / f"kernel-{digest}.so"
-    if target.exists():
-        return target
+    target = cache_folder() / f"kernel-{digest}.so"
+    if _is_ours(target):
+        return ctypes.CDLL(str(target))
     with tempfile.TemporaryDirectory() as folder:
         flags = [flag for flag in _OPTIONAL if _accepts(compiler, flag, folder)]
         linked = _compile(compiler, flags, folder)
         try:
-            ctypes.CDLL(str(linked))
+            found = ctypes.CDLL(str(linked))
         except OSError:  # torch was built with another OpenMP: one thread then
             linked = _compile(compiler, [flag for flag in flags if flag != "-fopenmp"], folder)
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=cache, suffix=".so")
-        except OSError:  # no home to cache in: this process keeps its own copy
-            handle, name = tempfile.mkstemp(suffix=".so")
-            target = Path(name)
-        os.close(handle)
-        shutil.copyfile(linked, name)
-        os.replace(name, target)
-    return target
+            found = ctypes.CDLL(str(linked))
+        data = linked.read_bytes()
+    with suppress(OSError, FailureError):  # no place to cache in: this process keeps what it has loaded
+        write_bytes(target, data)
+        write_text(target.with_suffix(".sha256"), hashlib.sha256(data).hexdigest())
+    return found
+
+
+def _is_ours(target: Path) -> bool:
+    """A whole kernel that this user put there: a cut one would end the process that loads it."""
+    try:
+        recorded = target.with_suffix(".sha256").read_text()
+        mine = not hasattr(os, "getuid") or target.stat().st_uid == os.getuid()
+        return mine and hashlib.sha256(target.read_bytes()).hexdigest() == recorded
+    except OSError:
+        return False
 
 
 def _compile(compiler: str, flags: list[str], folder: str) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 from depthroute.common.config import override
 from depthroute.common.errors import RequestError
 from depthroute.recipes.models import Recipe
-from depthroute.residual import PreNormConfig, parse_residual
+from depthroute.residual import AttnResConfig, PreNormConfig, parse_residual
 from depthroute.study.plan import Arm, Study
 from depthroute.train import RunConfig
 
@@ -30,7 +30,7 @@ MILESTONES = (1 / 4, 1 / 2, 3 / 4, 1)  # of the steps, where the recipe names no
 
 
 def matched_study(recipe: Recipe, base: RunConfig, *, arms: tuple[str, ...], seeds: tuple[int, ...]) -> Study:
-    """A study of one body with several residual methods, each compared with the first, and RD-AttnRes with Block AttnRes if both are there.
+    """A study of one body with several residual methods, each compared with the first, and separate roles also with shared ones.
 
     Args:
         recipe: what short residual specifications start from.
@@ -49,11 +49,9 @@ def matched_study(recipe: Recipe, base: RunConfig, *, arms: tuple[str, ...], see
         if name in made:
             raise RequestError(f"the arm {name!r} is there twice; name one of them: --arm NAME={specification}.")
         model = dataclasses.replace(base.model, residual=parse_residual(specification, recipe.attnres))
-        made[name] = Arm(label=LABELS.get(name, name), config=dataclasses.replace(base, model=model))
+        made[name] = Arm(label=_label(name, specification), config=dataclasses.replace(base, model=model))
     parent, *others = made
-    comparisons = [(other, parent) for other in others]
-    if {"rd", "block"} <= set(others):
-        comparisons.append(("rd", "block"))
+    comparisons = [(other, parent) for other in others] + _role_comparisons(made, others)
     steps = base.train.steps
     milestones = base.train.milestones or sorted({max(1, round(share * steps)) for share in MILESTONES})
     names = ", ".join(made[other].label for other in others)
@@ -80,6 +78,27 @@ def run_of(
     method = parse_residual(residual or recipe.residual, recipe.attnres)
     changes = {"model.residual": method, "model.vocabulary": vocabulary or plain.model.vocabulary, **(settings or {})}
     return override(plain, changes)
+
+
+def _role_comparisons(arms: Mapping[str, Arm], others: list[str]) -> list[tuple[str, str]]:
+    """Every arm with decoupled roles beside the arm that differs from it in nothing else."""
+    methods = {name: arm.config.model.residual for name, arm in arms.items() if isinstance(arm.config, RunConfig)}
+    pairs = []
+    for name in others:
+        method = methods[name]
+        if isinstance(method, AttnResConfig) and method.roles == "decoupled":
+            shared = dataclasses.replace(method, roles="shared")
+            pairs += [(name, other) for other in others if methods[other] == shared]
+    return pairs
+
+
+def _label(name: str, specification: str) -> str:
+    """What a report calls an arm: its method's name with the settings, or the name that it was given."""
+    method = specification.partition(",")[0].partition(":")[0]
+    if name == _name(specification)[0]:
+        settings = specification[len(method) :].lstrip(":,").replace(",", ", ")
+        return f"{LABELS.get(method, method)} ({settings})" if settings else LABELS.get(method, method)
+    return name
 
 
 def _name(text: str) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 from depthroute.report import facts, findings, numbers
 from depthroute.report.curve_plots import curves_figure
@@ -120,7 +121,8 @@ def _cost_table(study: StoredStudy) -> Table:
         ])  # fmt: skip
     return Table(
         "Means over the complete seeds. Added are the parameters of the residual method. Tokens per second are the median over steps, data "
-        "and optimiser included. Relative columns compare with the arm's parent over the seeds that both have.",
+        "and optimiser included. Relative columns compare with the arm's parent: the ratio is taken within each seed that both have, "
+        "and its median over the seeds is shown.",
         columns,
         [(None, rows, [])],
         text_columns=2,
@@ -131,15 +133,20 @@ def _relative(study: StoredStudy, arm: Arm, *path: str) -> str:
     parent = study.parent_of(arm)
     if parent is None:
         return NONE
-    ours, theirs = ({cell.seed: cell for cell in study.complete(a)} for a in (arm, parent))
-    common = [seed for seed in study.seeds if seed in ours and seed in theirs]
-    top, bottom = _mean([ours[s] for s in common], *path), _mean([theirs[s] for s in common], *path)
-    return numbers.percent(top / bottom - 1, 1) if top and bottom else NONE
+    ours, theirs = ({cell.seed: _number(cell, *path) for cell in study.complete(a)} for a in (arm, parent))
+    pairs = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
+    ratios = [top / bottom for top, bottom in pairs if top and bottom]
+    return numbers.percent(median(ratios) - 1, 1) if ratios else NONE
 
 
 def _mean(done: Sequence[Cell], *path: str) -> float | None:
-    values = [facts.dig(cell.result, *path) for cell in done]
-    return numbers.mean([value for value in values if isinstance(value, int | float)])
+    values = [_number(cell, *path) for cell in done]
+    return numbers.mean([value for value in values if value is not None])
+
+
+def _number(cell: Cell, *path: str) -> float | None:
+    value = facts.dig(cell.result, *path)
+    return value if isinstance(value, int | float) else None
 
 
 def _present(*figures: FigureBlock | None) -> list[Block]:

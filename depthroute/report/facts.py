@@ -8,15 +8,18 @@ from typing import Any
 from depthroute.report import numbers
 from depthroute.report.document import Block, Code, Details, Facts, Inline, Note, Paragraph, Strong, Table, Text
 from depthroute.report.numbers import NO_BREAK, NONE
-from depthroute.report.stored import Arm, StoredStudy
+from depthroute.report.stored import Arm, Cell, StoredStudy
 
 ABSENT = object()
 HASH_DIGITS = 16
+RESIDUAL = "model.residual."
+# What tells residual methods apart; the arms' table shows these even where all arms agree.
+SHOWN = tuple(RESIDUAL + name for name in ("method", "block", "layers_per_block", "num_blocks", "rank", "roles"))
 
 
 def manifest(study: StoredStudy) -> Mapping[str, Any]:
-    """The manifest of the data, as the first run that recorded it has it; empty when none has."""
-    found = (cell.environment.get("data") for cell in study.cells.values())
+    """The manifest of the data, as the first run on the planned data that recorded it has it; empty when none has."""
+    found = (cell.environment.get("data") for cell in study.cells.values() if not _on_other_data(study, cell))
     return next((data for data in found if isinstance(data, dict)), {})
 
 
@@ -33,11 +36,12 @@ def setup(study: StoredStudy, data: Mapping[str, Any]) -> list[Block]:
         ("Machine", _machine(study)),
         ("Plan", _plan(study)),
     ]
-    arms = [[arm.label, arm.name, _own(arm, base)] for arm in study.arms]
+    agreed = _agreed([arm.config for arm in study.arms])
+    arms = [[arm.label, arm.name, _settings(arm, agreed)] for arm in study.arms]
     blocks = _warnings(study)
     blocks.append(Facts([(term, text) for term, text in facts if text]))
-    caption = "The arms. Everything that is not in this table is the same in all of them."
-    blocks.append(Table(caption, ["Arm", "Name in the files", "What is its own"], [(None, arms, [])], text_columns=3))
+    caption = "The arms. Every other setting is the same in all arms that have it, and is listed at the end of the report."
+    blocks.append(Table(caption, ["Arm", "Name in the files", "Settings"], [(None, arms, [])], text_columns=3))
     missing = study.missing()
     if missing:
         rows = [[_label(study, cell.arm), str(cell.seed), str(cell.reason)] for cell in missing]
@@ -56,13 +60,14 @@ def reproduction(study: StoredStudy, data: Mapping[str, Any]) -> list[Block]:
         recorded.append((name, [e.get("packages", {}).get(name) for e in environments]))
     for term in ("platform", "processor", "processors", "instructions", "gpu", "threads"):
         recorded.append(("GPU" if term == "gpu" else term.capitalize(), [e.get(term) for e in environments]))
+    recorded.append(("Depth attention", [e.get("depth_attention") for e in environments]))
     facts = [(term, _codes(values)) for term, values in recorded]
     folded: list[Block] = [Facts([(term, text) for term, text in facts if text])]
     for caption, settings in (
-        ("The data's manifest.", data),
-        ("Settings that all runs share.", _without_place_and_seed(_shared([arm.config for arm in study.arms]))),
+        ("The data's manifest.", dict(_flat(data))),
+        ("Settings that are the same in all arms that have them.", _agreed([_without_place_and_seed(arm.config) for arm in study.arms])),
     ):
-        rows = [[name, _value(value)] for name, value in _flat(settings) if not _has_objects(value)]
+        rows = [[name, _value(value)] for name, value in settings.items() if not _has_objects(value)]
         if rows:
             folded.append(Table(caption, ["Field", "Value"], [(None, rows, [])], text_columns=2))
     words = Paragraph([
@@ -83,12 +88,15 @@ def _warnings(study: StoredStudy) -> list[Block]:
     warnings: list[Block] = []
     if study.plan_intact is False:
         warnings.append(Note([Strong("The plan was changed after it was written: "), "it does not have the hash that it carries."]))
-    planned = study.plan.get("data_fingerprint")
-    done = [cell for arm in study.arms for cell in study.complete(arm)]
-    others = [f"{_label(study, cell.arm)} seed {cell.seed}" for cell in done if cell.fingerprint and cell.fingerprint != planned]
-    if planned and others:
+    others = [f"{_label(study, cell.arm)} seed {cell.seed}" for cell in study.cells.values() if _on_other_data(study, cell)]
+    if others:
         warnings.append(Note([Strong("Not the planned data: "), f"{numbers.listed(others)} ran on other data."]))
     return warnings
+
+
+def _on_other_data(study: StoredStudy, cell: Cell) -> bool:
+    planned = study.plan.get("data_fingerprint")
+    return bool(planned and cell.fingerprint and cell.fingerprint != planned)
 
 
 def _corpus(data: Mapping[str, Any]) -> str:
@@ -162,6 +170,9 @@ def _machine(study: StoredStudy) -> str:
         parts += [numbers.plural(e["threads"], "thread")] if isinstance(e.get("threads"), int) else []
         version = dig(e, "packages", "torch")
         parts += [f"torch{NO_BREAK}{version}"] if isinstance(version, str) else []
+        workers = e.get("workers")
+        if isinstance(workers, int):
+            parts.append(f"{workers:,}{NO_BREAK}runs side by side" if workers > 1 else "one run at a time")
         if parts:
             lines[", ".join(parts)] = None
     return "; ".join(lines)
@@ -177,11 +188,19 @@ def _plan(study: StoredStudy) -> Text:
     return parts
 
 
-def _own(arm: Arm, base: Mapping[str, Any]) -> str:
-    """The settings of an arm that not all arms have; those that are none say nothing to a reader and stay out."""
-    common = dict(_flat(base))
-    own = [(name, value) for name, value in _flat(arm.config) if common.get(name, ABSENT) != value and value is not None]
-    return ", ".join(f"{name.removeprefix('model.').removeprefix('train.')} {_value(value)}" for name, value in own) or NONE
+def _settings(arm: Arm, agreed: Mapping[str, Any]) -> str:
+    """What tells an arm apart: the settings on which arms disagree, and what SHOWN names where it has a value."""
+    told = [(n, value) for n, value in _flat(arm.config) if n not in agreed or (n in SHOWN and value is not None)]
+    names = [name.removeprefix(RESIDUAL).removeprefix("model.").removeprefix("train.") for name, _ in told]
+    return ", ".join(f"{name} {_value(value)}" for name, (_, value) in zip(names, told, strict=True)) or NONE
+
+
+def _agreed(configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings, by dotted name, that have one value in all the configurations that have them."""
+    found: dict[str, list[Any]] = {}
+    for name, value in (field for config in configs for field in _flat(config)):
+        found.setdefault(name, []).append(value)
+    return {name: values[0] for name, values in found.items() if all(value == values[0] for value in values)}
 
 
 def _shared(configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

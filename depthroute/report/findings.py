@@ -100,8 +100,7 @@ def limits(study: StoredStudy, data: Mapping[str, Any]) -> list[Text]:
             f"Validation averages over {numbers.count(evaluated)} tokens, the same ones in every run. The intervals above describe the "
             "spread over seeds, not over other validation texts."
         )
-    items += [_speed_limit(study), _recipe_limit(study)]
-    return items
+    return [*items, *_speed_limit(study), _recipe_limit(study)]
 
 
 def smallest_p(seeds: int) -> float:
@@ -139,15 +138,24 @@ def _scale_limit(study: StoredStudy, data: Mapping[str, Any]) -> list[Text]:
     return [f"{text} Nothing here says what happens at another scale or with longer training."]
 
 
-def _speed_limit(study: StoredStudy) -> str:
-    if any(not cell.environment.get("gpu") for cell in _complete(study)):
-        return (
+def _speed_limit(study: StoredStudy) -> list[Text]:
+    environments = [cell.environment for cell in _complete(study)]
+    if not environments:
+        return []
+    if all(e.get("gpu") for e in environments):
+        speed = "Speed comes from the wall-clock times of steps: small differences may be noise."
+        memory = "Peak memory is the largest allocation on the GPU."
+    else:
+        speed = (
             "Speed comes from the wall-clock times of steps on a CPU, where anything else that runs slows a step: a difference of a few "
-            "percent may be noise. Peak memory is that of the whole process, libraries included."
+            "percent may be noise."
         )
-    return (
-        "Speed comes from the wall-clock times of steps: small differences may be noise. Peak memory is the largest allocation on the GPU."
-    )
+        memory = "Peak memory is that of the whole process, libraries included."
+    recorded = {e["workers"] for e in environments if isinstance(e.get("workers"), int)}
+    if max(recorded, default=1) > 1:
+        most = f"{'Up to ' if len(recorded) > 1 else ''}{max(recorded):,}"
+        speed += f" {most} runs trained side by side; the last ones may have had the machine to themselves."
+    return [f"{speed} {memory}"]
 
 
 def _recipe_limit(study: StoredStudy) -> str:

@@ -16,6 +16,7 @@ from depthroute.report.document import (
     FigureBlock,
     KeyNumbers,
     Note,
+    Panel,
     Paragraph,
     Strong,
     Table,
@@ -37,10 +38,10 @@ def render_markdown(document: Document) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def figure_files(document: Document) -> dict[str, FigureBlock]:
-    """The names of the files that the Markdown shows, without suffix, and the figure that each belongs to."""
+def figure_files(document: Document) -> dict[str, Panel]:
+    """The names of the files that the Markdown shows, and the panel that belongs into each."""
     figures = [block for section in document.sections for block in section.blocks if isinstance(block, FigureBlock)]
-    return {panel.name: figure for figure in figures for panel in figure.panels}
+    return {_file(panel): panel for figure in figures for panel in figure.panels}
 
 
 def _block(block: Block, numbering: Numbering) -> Iterator[str]:
@@ -61,11 +62,15 @@ def _block(block: Block, numbering: Numbering) -> Iterator[str]:
                 yield from _block(inner, numbering)
             yield "</details>"
         case FigureBlock(title, caption, panels):
-            yield "\n".join(f"![{_escape(panel.description)}]({panel.name}.svg)" for panel in panels)
+            yield "\n".join(f"![{_escape(panel.description)}]({_file(panel)})" for panel in panels)
             yield f"**{numbering.figure()} {_escape(title)}** {_escape(caption)}"
         case Table():
             yield f"**{numbering.table()}** {_escape(block.caption)}"
             yield _table(block)
+
+
+def _file(panel: Panel) -> str:
+    return f"{panel.name}.svg"
 
 
 def _table(table: Table) -> str:

@@ -85,9 +85,9 @@ def mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
-def plural(number: int, noun: str, nouns: str | None = None) -> str:
+def plural(number: int, noun: str) -> str:
     """`1 seed`, `3 seeds`."""
-    return f"{number:,}{NO_BREAK}{noun if number == 1 else nouns or noun + 's'}"
+    return f"{number:,}{NO_BREAK}{noun if number == 1 else noun + 's'}"
 
 
 def listed(words: Sequence[str]) -> str:

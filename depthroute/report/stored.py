@@ -17,7 +17,10 @@ PLAN_FIELDS = ("name", "arms", "comparisons", "seeds")
 
 @dataclass(frozen=True)
 class Cell:
-    """One arm trained with one seed. `result` is None until the run is complete; `reason` then says why it is missing."""
+    """One arm trained with one seed. `result` is None until the run is complete.
+
+    `reason` says why the statistics leave the cell out; a run that is complete can be left out too, as when it is not the planned one.
+    """
 
     arm: str
     seed: int
@@ -72,7 +75,7 @@ class StoredStudy:
     cells: Mapping[tuple[str, int], Cell]
 
     def complete(self, arm: Arm) -> list[Cell]:
-        """The finished cells of one arm, in the order of the seeds."""
+        """The cells of one arm that enter the report's numbers, in the order of the seeds: finished, and not left out by the statistics."""
         return [cell for cell in self._cells_of(arm) if cell.result is not None]
 
     def missing(self) -> list[Cell]:

@@ -124,8 +124,8 @@ class AttnRes(Residual):
     def __init__(self, config: AttnResConfig, body: Body) -> None:
         super().__init__(body)
         rank = body.width if config.rank is None else config.rank
-        if rank > body.width and config.keys == "slice":
-            raise RequestError(f"residual.rank = {rank} is larger than the width {body.width}; a key is a slice of its source.")
+        if rank > body.width:
+            raise RequestError(f"residual.rank = {rank} is larger than the width {body.width}; it takes 1 to {body.width}.")
         self.config = config
         self.rank = rank
         self.ends = block_ends(

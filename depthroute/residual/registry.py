@@ -49,26 +49,28 @@ def parse_residual(text: str, base: AttnResConfig | None = None) -> ResidualConf
     head, *settings = text.split(",")
     name, colon, size = head.partition(":")
     if name not in SPECIFICATIONS:
-        raise RequestError(f"--residual {text}: {choose('residual method', name, SPECIFICATIONS)}")
+        raise RequestError(f"residual method {text}: {choose('residual method', name, SPECIFICATIONS)}")
     changes: dict[str, Any] = {}
     for setting in settings:
         field, equals, value = setting.partition("=")
         if not equals:
-            raise RequestError(f"--residual {text}: {setting!r} is not FIELD=VALUE.")
+            raise RequestError(f"residual method {text}: {setting!r} is not FIELD=VALUE.")
         if field in changes or (colon and field in BLOCK_FIELDS):
-            raise RequestError(f"--residual {text}: {field} is given twice; give it once.")
+            raise RequestError(f"residual method {text}: {field} is given twice; give it once.")
+        if name == "full" and field in BLOCK_FIELDS:
+            raise RequestError(f"residual method {text}: 'full' has no blocks; write 'block,{setting}'.")
         changes[field] = value
     if colon:
         if name in ("prenorm", "full"):
-            raise RequestError(f"--residual {text}: {name!r} takes no block size; write 'block:{size}' for blocks.")
+            raise RequestError(f"residual method {text}: {name!r} takes no block size; write 'block:{size}' for blocks.")
         if not size.isdecimal():
-            raise RequestError(f"--residual {text}: the block size {size!r} is not a whole number of sub-layers.")
+            raise RequestError(f"residual method {text}: the block size {size!r} is not a whole number of sub-layers.")
         changes["block"] = int(size)
     if BLOCK_FIELDS & changes.keys():
         base = _without_blocks(base)
     if name == "low-rank" and base.rank is None and "rank" not in changes:
-        raise RequestError(f"--residual {text}: low-rank keys need a rank: {text},rank=64.")
+        raise RequestError(f"residual method {text}: low-rank keys need a rank: {text},rank=64.")
     config = SPECIFICATIONS[name](base)
     if name == "block" and isinstance(config, AttnResConfig) and not (BLOCK_FIELDS & changes.keys() or config.has_blocks):
-        raise RequestError("--residual block needs a size: block:8 (sub-layers), block,layers_per_block=4 or block,num_blocks=8.")
+        raise RequestError("residual method block needs a size: block:8 (sub-layers), block,layers_per_block=4 or block,num_blocks=8.")
     return override(config, changes)

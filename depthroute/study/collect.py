@@ -20,7 +20,7 @@ def write_statistics(directory: Path, failures: Mapping[Cell, str]) -> dict[str,
 
     A cell counts when its run is complete, is the one that the plan describes (model, recipe, data fingerprint, seed) and was evaluated
     at every milestone. Every other cell is listed under `missing` with a reason: the one in `failures`, or what its folder shows. A pair
-    needs both of its cells.
+    needs both of its cells. A cell that counts but lacks the analysis of its source weights is listed under `unanalysed`.
 
     Args:
         failures: why cells that were tried did not end.
@@ -39,16 +39,20 @@ def collect(directory: Path, failures: Mapping[Cell, str]) -> dict[str, Any]:
     plan = read_plan(directory)
     check_matched(plan)
     evaluations: dict[Cell, dict[int, dict[str, Any]]] = {}
-    missing = []
+    missing, unanalysed = [], []
     for cell in cells(plan):
+        entry = {"arm": cell[0], "seed": cell[1]}
         try:
             evaluations[cell] = _read_cell(directory, plan, cell)
         except DepthrouteError as error:
-            missing.append({"arm": cell[0], "seed": cell[1], "reason": failures.get(cell, str(error))})
+            missing.append({**entry, "reason": failures.get(cell, str(error))})
+        else:
+            if not is_complete(directory, plan, cell):
+                unanalysed.append({**entry, "reason": failures.get(cell, "not analysed yet; run the study again.")})
     comparisons = [
         {"arm": arm, "parent": parent, "milestones": _compare(plan, evaluations, arm, parent)} for arm, parent in plan["comparisons"]
     ]
-    return {"endpoint_step": plan["milestones"][-1], "comparisons": comparisons, "missing": missing}
+    return {"endpoint_step": plan["milestones"][-1], "comparisons": comparisons, "missing": missing, "unanalysed": unanalysed}
 
 
 def is_complete(directory: Path, plan: Mapping[str, Any], cell: Cell) -> bool:
@@ -60,15 +64,19 @@ def is_complete(directory: Path, plan: Mapping[str, Any], cell: Cell) -> bool:
 
 
 def check_complete(statistics: Mapping[str, Any]) -> None:
-    """Refuse a study of which a cell is missing; for the exit status of a command.
+    """Refuse a study of which a cell is missing or not analysed; for the exit status of a command.
 
     Raises:
-        FailureError: the cells that are missing, and why the first is.
+        FailureError: the cells that have no result or no routing.json, and why the first of each has none.
     """
-    missing = statistics["missing"]
-    if missing:
-        names = ", ".join(f"{entry['arm']} seed {entry['seed']}" for entry in missing)
-        raise FailureError(f"{len(missing)} of the cells have no result ({names}). The first: {missing[0]['reason']}")
+    sentences = []
+    for kind, lack in (("missing", "no result"), ("unanalysed", "a result but no routing.json")):
+        found = statistics[kind]
+        if found:
+            names = ", ".join(f"{entry['arm']} seed {entry['seed']}" for entry in found)
+            sentences.append(f"cells with {lack}: {len(found)} ({names}). The first: {found[0]['reason']}")
+    if sentences:
+        raise FailureError(" ".join(sentences))
 
 
 def _has_source_weights(config: RunConfig) -> bool:
@@ -110,7 +118,8 @@ def _read_cell(directory: Path, plan: Mapping[str, Any], cell: Cell) -> dict[int
         raise FailureError(f"its run folder holds another run: {name} is {there} there and {planned} in the plan.")
     if not (folder / "result.json").exists():
         metrics = read_json_lines(folder / "metrics.jsonl")
-        raise FailureError(f"stopped after step {metrics[-1]['step']}; run the study again to go on." if metrics else "stopped at step 0.")
+        where = f"after step {metrics[-1]['step']}" if metrics else "before its first step ended"
+        raise FailureError(f"stopped {where}; run the study again to go on.")
     found = {line["step"]: line for line in read_json_lines(folder / "evaluations.jsonl") if line["split"] == "validation"}
     for step in plan["milestones"]:
         if step not in found:

@@ -63,8 +63,8 @@ def plan_of(study: Study, written: Mapping[str, Any] | None = None) -> dict[str,
     fingerprint becomes that of the data.
 
     Raises:
-        RequestError: a comparison of an unknown arm or of an arm with itself, no or repeated seeds, milestones that do not rise within the
-            training steps, an arm name that is no folder name, or a pair that differs where the study does not declare it.
+        RequestError: a comparison of an unknown arm or of an arm with itself, no, repeated or negative seeds, milestones that do not rise
+            within the training steps, an arm name that is no folder name, or a pair that differs where the study does not declare it.
     """
     _check_names(study)
     _check_seeds(study.seeds)
@@ -238,5 +238,7 @@ def _check_seeds(seeds: tuple[int, ...]) -> None:
     if not seeds:
         raise RequestError("seeds is empty; give at least one.")
     for seed in seeds:
+        if seed < 0:
+            raise RequestError(f"seeds holds {seed}; a seed is 0 or more.")
         if seeds.count(seed) > 1:
             raise RequestError(f"seeds holds {seed} more than once; every pair needs a seed of its own.")

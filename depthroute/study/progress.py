@@ -62,7 +62,8 @@ class Progress:
         whole = sum((run_folder(self._directory, *other) / "result.json").exists() for other in self._steps)
         head = f"[{whole}/{len(self._steps)}] {_name(cell)}"
         if reason is not None:
-            self.say(f"{head}: no result: {reason}")
+            trained = (folder / "result.json").exists()
+            self.say(f"{head}: {'trained, but its source weights were not analysed' if trained else 'no result'}: {reason}")
             return
         result = read_json(folder / "result.json")
         self.say(

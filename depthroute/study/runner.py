@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,14 @@ def run_study(study: Study | None, directory: Path, *, workers: int = 1, console
         FailureError: the plan that is there was changed after it was written.
         KeyboardInterrupt: Ctrl-C; the cells in progress have then written a checkpoint. A second one ends them at once.
     """
-    plan = read_plan(directory) if study is None else write_plan(study, directory)
-    _check_workers(plan, workers)
-    with _only_one(directory) as lock, Progress(plan, directory, visible=console) as progress:
+    if study is None:
+        read_plan(directory)  # before the lock makes a folder of it
+    with ExitStack() as stack:
+        lock = stack.enter_context(_only_one(directory))
+        # Under the lock: of two studies that start at once, one writes the plan.
+        plan = read_plan(directory) if study is None else write_plan(study, directory)
+        _check_workers(plan, workers)
+        progress = stack.enter_context(Progress(plan, directory, visible=console))
         failures: dict[Cell, str] = {}
         waiting = [cell for cell in cells(plan) if not is_complete(directory, plan, cell)]
         running: list[_Worker] = []
@@ -53,7 +58,7 @@ def run_study(study: Study | None, directory: Path, *, workers: int = 1, console
         try:
             while waiting or running:
                 while waiting and len(running) < workers:
-                    running.append(_start(directory, waiting.pop(0), lock))
+                    running.append(_start(directory, waiting.pop(0), workers, lock))
                 time.sleep(POLL_SECONDS)
                 progress.update([worker.cell for worker in running])
                 for worker in [worker for worker in running if worker.process.poll() is not None]:
@@ -82,19 +87,19 @@ class _Worker:
     output: Path
 
 
-def worker_command(directory: Path, cell: Cell) -> list[str]:
-    """The command line of the process that trains one cell."""
-    return [sys.executable, "-m", "depthroute.study.worker", str(directory), cell[0], str(cell[1])]
+def worker_command(directory: Path, cell: Cell, workers: int) -> list[str]:
+    """The command line of the process that trains one cell, as one of `workers` at a time."""
+    return [sys.executable, "-m", "depthroute.study.worker", str(directory), cell[0], str(cell[1]), str(workers)]
 
 
-def _start(directory: Path, cell: Cell, lock: int) -> _Worker:
+def _start(directory: Path, cell: Cell, workers: int, lock: int) -> _Worker:
     root = str(Path(depthroute.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     output = run_folder(directory, *cell).with_suffix(".output.txt")
     output.parent.mkdir(parents=True, exist_ok=True)
     with explain_os_errors(output, "writing"), output.open("wb") as file:
         process = subprocess.Popen(
-            worker_command(directory, cell),
+            worker_command(directory, cell, workers),
             stdin=subprocess.PIPE,  # closing it is how a worker is asked to stop, and dying closes it
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -141,7 +146,10 @@ def _close_input(worker: _Worker) -> None:
 @contextmanager
 def _only_one(directory: Path) -> Iterator[int]:
     """Hold the study for this process; its workers inherit the hold, so a study that died is free when the last of them has ended."""
-    handle = os.open(directory / "plan.json", os.O_RDWR)
+    path = directory / ".lock"  # a file that nothing replaces: a lock is on what a name led to when it was opened
+    with explain_os_errors(path, "writing"):
+        directory.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""One cell in a process of its own: `python -m depthroute.study.worker STUDY ARM SEED`.
+"""One cell in a process of its own: `python -m depthroute.study.worker STUDY ARM SEED WORKERS`.
 
 Peak memory is counted per process, and a cell that crashes does not take the others with it. The exit status is 0 for a whole cell,
 130 for one that was stopped and can go on, and otherwise that of the error, whose sentence is the last line on stderr.
@@ -17,22 +17,30 @@ import torch
 
 from depthroute.analysis.routing import write_routing
 from depthroute.common.errors import DepthrouteError
+from depthroute.common.files import read_json, write_json
+from depthroute.data import read_manifest
 from depthroute.study.plan import cell_config, read_plan, run_folder
 from depthroute.study.runner import STOPPED
-from depthroute.train import train
+from depthroute.train import RunConfig, train
 
 
-def main(directory: Path, arm: str, seed: int) -> int:
-    """Train one cell of the plan in `directory`, or go on with it, then write down what its model reads; return the exit status."""
+def main(directory: Path, arm: str, seed: int, workers: int) -> int:
+    """Train one cell of the plan in `directory`, or go on with it, then write down what its model reads; return the exit status.
+
+    How many `workers` share the machine goes into environment.json when the training ends: without it nobody can read the timings.
+    """
     stop_with_the_study()
     try:
         folder = run_folder(directory, arm, seed)
         config = cell_config(read_plan(directory), arm, seed)
-        if not Path(config.data).exists():  # the study was moved; the fingerprint says whether this is the same data
-            config = dataclasses.replace(config, data=str(directory / "data"))
+        config = dataclasses.replace(config, data=str(data_folder(directory, config)))
         if config.train.threads is not None:  # the analysis must not crowd the cells beside this one either
             torch.set_num_threads(config.train.threads)
+        already_trained = (folder / "result.json").exists()
         train(config, folder, console=False)
+        if not already_trained:
+            path = folder / "environment.json"
+            write_json(path, read_json(path) | {"workers": workers})
         write_routing(folder, data=Path(config.data))
     except KeyboardInterrupt:
         return STOPPED
@@ -40,6 +48,15 @@ def main(directory: Path, arm: str, seed: int) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def data_folder(directory: Path, config: RunConfig) -> Path:
+    """Where the cell's data lie: beside its runs if those are the data it names, for a study may have been moved; else where it says."""
+    beside = directory / "data"
+    try:
+        return beside if read_manifest(beside).fingerprint == config.data_fingerprint else Path(config.data)
+    except DepthrouteError:
+        return Path(config.data)
 
 
 def stop_with_the_study() -> None:
@@ -56,4 +73,4 @@ def stop_with_the_study() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))

@@ -86,7 +86,8 @@ class TrainConfig:
     def _check_milestones(self) -> None:
         for milestone in self.milestones:
             if not 1 <= milestone <= self.steps:
-                raise RequestError(f"train.milestones must lie between 1 and the {self.steps} steps of the run, not {milestone}.")
+                raise RequestError(f"train.milestones must lie between 1 and the {self.steps} steps of the run, not {milestone}; "
+                    "set train.milestones=[] to evaluate at the end only.")
         if list(self.milestones) != sorted(set(self.milestones)):
             raise RequestError(f"train.milestones must be ascending and different from each other, not {list(self.milestones)}.")
 

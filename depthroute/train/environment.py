@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from depthroute.ops import kernel_unavailable
 from depthroute.train.config import Device
 
 
@@ -32,6 +33,7 @@ def environment(device: Device) -> dict[str, Any]:
         "processors": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
+        "depth_attention": kernel_unavailable() or "native",
     }
     if device == "cuda":
         facts["gpu"] = torch.cuda.get_device_name()

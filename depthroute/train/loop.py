@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from depthroute.common.config import to_json
 from depthroute.common.errors import FailureError, RequestError
 from depthroute.common.files import read_json
-from depthroute.data import BatchOrder, TokenDataset
+from depthroute.data import BatchOrder, TokenDataset, evaluation_windows
 from depthroute.model import Decoder
 from depthroute.train import checkpoint
 from depthroute.train.config import RunConfig
@@ -101,6 +101,7 @@ class _Run:
         self.interruption = interruption
         self.training_tokens = data.tokens("train")
         self.validation_tokens = data.tokens("validation")
+        evaluation_windows(self.validation_tokens, config.model.context, self.settings.evaluation_tokens)  # refuses too few tokens now
         self.order = BatchOrder(
             number_of_tokens=len(self.training_tokens), context=config.model.context,
             sequences=self.settings.sequences, seed=self.settings.seed,
@@ -162,7 +163,7 @@ class _Run:
         if self.step:
             console.line(f"continuing after step {self.step}")
             first = read_json(self.folder.path / "environment.json")
-            for name in ("processor", "instructions", "threads", "packages"):
+            for name in ("processor", "instructions", "threads", "packages", "depth_attention"):
                 if first.get(name) != facts.get(name):
                     console.line(f"{name} was {first.get(name)} and is {facts.get(name)}: the last bits of the losses may differ")
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from depthroute.common.errors import FailureError, RequestError
-from depthroute.common.files import explain_os_errors, read_json, read_json_lines, write_bytes, write_json, write_text
+from depthroute.common.files import cache_folder, explain_os_errors, read_json, read_json_lines, write_bytes, write_json, write_text
 
 
 def test_a_file_is_written_into_folders_that_are_made_for_it(tmp_path: Path) -> None:
@@ -57,6 +58,23 @@ def test_the_new_file_is_on_the_disk_before_it_takes_the_place(tmp_path: Path, m
         monkeypatch.setattr(os, name, lambda *given, _name=name, _whole=whole: order.append(_name) or _whole(*given))
     write_bytes(tmp_path / "value", b"\x00\xff")
     assert order == ["fsync", "replace"] and (tmp_path / "value").read_bytes() == b"\x00\xff"
+
+
+def test_the_cache_folder_is_the_users_or_temporary_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "depthroute"
+    for given in ("relative", ""):
+        monkeypatch.setenv("XDG_CACHE_HOME", given)
+        assert cache_folder() == tmp_path / ".cache" / "depthroute"
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert cache_folder() == Path(tempfile.gettempdir()) / f"depthroute-{os.getuid()}"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "depthroute"
 
 
 def test_no_permission_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import sysconfig
 import warnings
 from collections import Counter
@@ -108,7 +110,7 @@ def test_the_corpus_of_an_installation(installation: Path, capfd: pytest.Capture
     }
     assert skipped == {
         "docstrings that another module or definition has word for word": 2,
-        "source files that this Python cannot parse": 1,
+        "source files that this Python cannot read or parse": 1,
         "source files without docstrings of their own": 1,
     }
     assert found.missing == ("anamespace", "absentpackage")
@@ -149,6 +151,39 @@ def test_the_users_cache_folder_is_the_default(installation: Path, monkeypatch: 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(installation / "home"))
     assert docstring_corpus(()).path.parent == installation / "home" / ".cache" / "depthroute"
+
+
+@pytest.mark.parametrize("refusal", [errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.ENOSPC])
+def test_a_cache_that_cannot_be_written_costs_only_the_cache(installation: Path, monkeypatch: pytest.MonkeyPatch, refusal: int) -> None:
+    kept = extract(installation)
+    expected = list(kept.documents(Counter()))
+    kept.path.unlink()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(refusal, os.strerror(refusal))
+
+    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    lines: list[str] = []
+    found = extract(installation, lines)
+    assert list(found.documents(Counter())) == list(found.documents(Counter())) == expected
+    assert found.stamp() == kept.stamp() and not found.path.exists()
+    assert len(lines) == 2 and lines[1].startswith("the docstrings are not kept for the next time: ")
+
+
+def test_a_link_to_nowhere_is_no_source(installation: Path) -> None:
+    before = extract(installation)
+    (installation / "stdlib" / "gone.py").symlink_to(installation / "nowhere.py")
+    assert extract(installation) == before
+
+
+def test_a_file_that_cannot_be_read_is_counted(installation: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder in place of a file is what even root cannot read."""
+    (installation / "stdlib" / "locked.py").mkdir()
+    monkeypatch.setattr(Path, "is_file", lambda path: True)
+    monkeypatch.setattr("os.walk", lambda root: [(str(root), [], [path.name for path in Path(root).glob("*.py")])])
+    skipped: Counter[str] = Counter()
+    assert {document.id for document in extract(installation).documents(skipped)} >= {"solo"}
+    assert skipped["source files that this Python cannot read or parse"] == 2  # and old.py
 
 
 def test_a_worker_that_fails_is_one_sentence(installation: Path, monkeypatch: pytest.MonkeyPatch) -> None:

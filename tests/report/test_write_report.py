@@ -140,6 +140,63 @@ def test_cost_is_relative_to_the_parent(full: Path, page: Reader) -> None:
     assert "1,088,352 4,896" in page.text
 
 
+def test_relative_cost_is_the_median_of_the_ratios_within_a_seed(tmp_path: Path, write_study: WriteStudy) -> None:
+    study = write_study(tmp_path, comparisons=[("block", "prenorm")])
+    for seed, (arm, parent) in enumerate([(700.0, 1000.0), (90.0, 100.0), (6.0, 5.0)]):
+        for name, speed in (("block", arm), ("prenorm", parent)):
+            path = study / "runs" / name / f"seed-{seed}" / "result.json"
+            write_json(path, read_json(path) | {"tokens_per_second": {"median": speed}})
+    text = page_of(study).text
+    assert "265 \u221210.0 % 1,190 MiB" in text, "the ratio of the means would be minus 28 %"
+    assert "the ratio is taken within each seed that both have, and its median" in text
+
+
+def test_the_runs_that_trained_side_by_side_are_counted_where_it_is_known(tmp_path: Path, write_study: WriteStudy) -> None:
+    def text(**recorded: object) -> str:
+        for path in study.glob("runs/*/*/environment.json"):
+            write_json(path, environment | recorded)
+        return page_of(study).text
+
+    study = write_study(tmp_path, seeds=(0, 1))
+    environment = read_json(study / "runs" / "rd" / "seed-0" / "environment.json")
+    unknown = text()
+    assert "side by side" not in unknown and "at a time" not in unknown and "Depth attention" not in unknown
+    four = text(workers=4, depth_attention="the kernels need a compiler, and there is none")
+    assert "torch 2.13.0, 4 runs side by side" in four
+    assert "4 runs trained side by side; the last ones may have had the machine to themselves." in four
+    assert "Depth attention the kernels need a compiler, and there is none" in four
+    alone = text(workers=1)
+    assert "torch 2.13.0, one run at a time" in alone and "side by side" not in alone
+
+
+def test_the_arms_table_shows_what_differs_and_the_end_of_the_report_the_rest(tmp_path: Path, write_study: WriteStudy) -> None:
+    routed = {"method": "attnres", "block": 4, "num_blocks": None, "rank": None, "keys": "slice", "roles": "shared"}
+    arms = {
+        "prenorm": ("PreNorm", {"method": "prenorm"}, 0.0),
+        "plain": ("Plain", routed | {"gate": None}, -0.08),
+        "gated": ("Gated", routed | {"gate": 0.5}, -0.09),
+    }
+    study = write_study(tmp_path, arms=arms, comparisons=[("plain", "prenorm"), ("gated", "plain")])
+    text = page_of(study).text
+    assert "PreNorm prenorm method prenorm Plain" in text
+    assert "Plain plain method attnres, block 4, roles shared, gate none Gated" in text, "none is a value where another arm has one"
+    assert "Gated gated method attnres, block 4, roles shared, gate 0.5" in text
+    assert "model.residual.keys slice" in text and "model.residual.rank none" in text
+
+
+def test_drawings_of_an_earlier_report_are_removed(tmp_path: Path, write_study: WriteStudy) -> None:
+    study = write_study(tmp_path, seeds=(0,))
+    folder = write_report(study).parent
+    assert (folder / "divergence.svg").exists()
+    (folder / "notes.txt").write_text("mine")
+    for path in study.glob("runs/*/*/routing.json"):
+        path.unlink()
+    write_report(study)
+    shown = set(re.findall(r"\]\(([^)]+\.svg)\)", (folder / "report.md").read_text(encoding="utf-8")))
+    assert {path.name for path in folder.iterdir()} == shown | {"report.md", "index.html", "notes.txt"}
+    assert shown and "divergence.svg" not in shown
+
+
 def test_nothing_is_fetched_and_nothing_runs(full: Path, page: Reader) -> None:
     assert not page.find("script") and not page.find("img")
     for _, attributes in page.tags:
@@ -204,10 +261,19 @@ def test_runs_that_the_statistics_do_not_know_are_named_too(tmp_path: Path, writ
     assert "Loss curves." in text, "what is there is shown without statistics"
 
 
+def test_a_finished_run_that_the_statistics_leave_out_enters_no_number(tmp_path: Path, write_study: WriteStudy) -> None:
+    without = write_study(tmp_path / "without", unfinished={("rd", 2): 0})
+    left_out = write_study(tmp_path / "left_out")
+    assert (left_out / "runs" / "rd" / "seed-2" / "result.json").exists()
+    write_json(left_out / "statistics.json", read_json(without / "statistics.json"))
+    assert write_report(left_out).read_bytes() == write_report(without).read_bytes()
+
+
 def test_a_study_in_which_nothing_ran_is_reported(tmp_path: Path, write_study: WriteStudy) -> None:
     study = write_study(tmp_path, unfinished={(arm, seed): 0 for arm in ("prenorm", "block", "rd") for seed in range(3)})
     text = page_of(study).text
     assert "No verdict yet" in text and "9 of 9 runs are missing." in text and "No pair is complete yet" in text
+    assert "Speed comes from" not in text and "GPU" not in text
 
 
 def test_one_seed_has_no_interval_and_says_so(tmp_path: Path, write_study: WriteStudy) -> None:
@@ -298,6 +364,8 @@ def test_a_changed_plan_and_foreign_data_are_called_out(tmp_path: Path, write_st
     write_json(study / "plan.json", plan | {"question": "Another one?"})
     run = study / "runs" / "rd" / "seed-1" / "config.json"
     write_json(run, read_json(run) | {"data_fingerprint": "00" * 32})
+    left_out = {"arm": "rd", "seed": 1, "reason": "it holds another run."}
+    write_json(study / "statistics.json", read_json(study / "statistics.json") | {"missing": [left_out]})
     text = page_of(study).text
     assert "The plan was changed after it was written" in text and "verified" not in text
     assert "Not the planned data: RD-AttnRes seed 1 ran on other data." in text

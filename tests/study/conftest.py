@@ -50,7 +50,7 @@ def fake() -> SimpleNamespace:
 
 @pytest.fixture
 def fake_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    def command(directory: Path, cell: Cell) -> list[str]:
+    def command(directory: Path, cell: Cell, workers: int) -> list[str]:
         return [sys.executable, str(FAKE), str(directory), cell[0], str(cell[1])]
 
     monkeypatch.setattr(runner, "worker_command", command)

@@ -1,7 +1,7 @@
 """Stands in for depthroute.study.worker: `python fake_worker.py STUDY ARM SEED` writes a run folder in milliseconds.
 
-`STUDY/behaviour.json` maps "ARM/SEED" to what goes wrong: "refuse", "traceback", "kill", "silent", "sleep" (until its input closes)
-or "meet" (until another one has started).
+`STUDY/behaviour.json` maps "ARM/SEED" to what goes wrong: "refuse", "traceback", "kill", "silent", "unanalysed", "sleep" (until its input
+closes) or "meet" (until another one has started).
 """
 
 from __future__ import annotations
@@ -67,6 +67,10 @@ def main(study: Path, arm: str, seed: int) -> int:
                 return 4
             time.sleep(0.02)
     write_run(study, arm, seed)
+    if behaviour == "unanalysed":
+        (study / "runs" / arm / f"seed-{seed}" / "routing.json").unlink()
+        print("no room for the analysis.", file=sys.stderr)
+        return 1
     return 0
 
 

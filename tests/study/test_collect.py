@@ -66,7 +66,7 @@ def test_no_pair_is_an_empty_list(study: Study, tmp_path: Path) -> None:
     statistics = write_statistics(tmp_path, {("plain", 7): "the disk is full."})
     assert statistics["comparisons"] == [{"arm": "block", "parent": "plain", "milestones": []}]
     assert [entry["reason"] for entry in statistics["missing"]] == ["the disk is full.", "not started.", "not started.", "not started."]
-    with pytest.raises(FailureError, match=r"4 of the cells have no result \(plain seed 7, block seed 7, .*The first: the disk is full\."):
+    with pytest.raises(FailureError, match=r"no result: 4 \(plain seed 7, block seed 7, .*The first: the disk is full\."):
         check_complete(statistics)
 
 
@@ -115,6 +115,26 @@ def test_a_plan_with_an_unmatched_pair_is_refused(folder: Path) -> None:
     (folder / "plan.json").write_text(json.dumps(plan))
     with pytest.raises(ValueError, match=r"train\.learning_rate is 0\.5 in block and 0\.01 in plain"):
         write_statistics(folder, {})
+
+
+def test_a_cell_without_its_analysis_counts_but_the_study_is_not_complete(folder: Path) -> None:
+    (folder / "runs/plain/seed-7/routing.json").unlink()  # PreNorm has no source weights
+    (folder / "runs/block/seed-7/routing.json").unlink()
+    statistics = write_statistics(folder, {("block", 7): "a shard is cut short."})
+    assert statistics["missing"] == []
+    assert statistics["comparisons"][0]["milestones"][-1]["seeds"] == [7, 3]
+    assert statistics["unanalysed"] == [{"arm": "block", "seed": 7, "reason": "a shard is cut short."}]
+    with pytest.raises(FailureError, match=r"^cells with a result but no routing\.json: 1 \(block seed 7\)\. The first: a shard is cut short\.$"):
+        check_complete(statistics)
+    (folder / "runs/plain/seed-3/result.json").unlink()
+    with pytest.raises(FailureError, match=r"no result: 1 \(plain seed 3\)\. .* no routing\.json: 1 .*not analysed yet; run the study again\."):
+        check_complete(write_statistics(folder, {}))
+
+
+def test_a_cell_that_stopped_before_its_first_step_says_what_to_do(folder: Path) -> None:
+    (folder / "runs/plain/seed-7/result.json").unlink()
+    (folder / "runs/plain/seed-7/metrics.jsonl").unlink()
+    assert missing(folder) == [("plain", 7, "stopped before its first step ended; run the study again to go on.")]
 
 
 def test_a_cell_is_complete_with_the_analysis_its_method_allows(folder: Path) -> None:

@@ -104,6 +104,7 @@ def test_a_folder_without_a_plan_is_named(study: Study, tmp_path: Path) -> None:
         ({"comparisons": (("block", "block"),)}, "its own parent"),
         ({"seeds": ()}, "seeds is empty"),
         ({"seeds": (7, 3, 7)}, "7 more than once"),
+        ({"seeds": (7, -3)}, "seeds holds -3; a seed is 0 or more"),
         ({"milestones": ()}, "milestones"),
         ({"milestones": (3, 3)}, "milestones"),
         ({"milestones": (0, 3)}, "milestones"),

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from depthroute.common.errors import RequestError
 from depthroute.common.files import read_json
-from depthroute.data import PrepareConfig, prepare
+from depthroute.data import PrepareConfig, TokenDataset, prepare
 from depthroute.study.plan import Arm, Study, write_plan
 from depthroute.study.runner import run_study
+from depthroute.study.worker import data_folder
 
 DRIVER = "import sys, pathlib; from depthroute.study.runner import run_study; run_study(None, pathlib.Path(sys.argv[1]), console=False)"
 
@@ -27,10 +28,10 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def prepare_text(folder: Path) -> Path:
+def prepare_text(folder: Path, text: str = "the sum of") -> Path:
     folder.mkdir()
     source = folder / "text.jsonl"
-    source.write_text("".join(json.dumps({"text": f"the sum of {i} sources, read by site {i % 7}, " * 5}) + "\n" for i in range(200)))
+    source.write_text("".join(json.dumps({"text": f"{text} {i} sources, read by site {i % 7}, " * 5}) + "\n" for i in range(200)))
     prepare(PrepareConfig(source=str(source), vocabulary=300, sample_one_in=1, validation_share=0.15), folder / "data")
     return folder / "data"
 
@@ -62,11 +63,12 @@ def test_a_killed_study_stops_its_cells_goes_on_where_they_were_and_can_be_moved
     log = (run / "log.txt").read_text()
     assert "interrupted after step" in log
     assert "continuing after step" in log
-    assert statistics["missing"] == []
+    assert statistics["missing"] == statistics["unanalysed"] == []
     for arm in ("plain", "block"):
         steps = [json.loads(line)["step"] for line in (folder / "runs" / arm / "seed-5" / "metrics.jsonl").read_text().splitlines()]
         assert steps == list(range(1, 401))
         assert read_json(folder / "runs" / arm / "seed-5" / "result.json")["status"] == "complete"
+        assert read_json(folder / "runs" / arm / "seed-5" / "environment.json")["workers"] == 1
     assert (folder / "runs/block/seed-5/routing.json").exists()
     assert not (folder / "runs/plain/seed-5/routing.json").exists()
     milestones = statistics["comparisons"][0]["milestones"]
@@ -80,3 +82,12 @@ def test_a_killed_study_stops_its_cells_goes_on_where_they_were_and_can_be_moved
     again = run_study(None, moved, console=False)
     assert again == statistics
     assert (moved / "runs/block/seed-5/routing.json").exists()
+
+
+def test_a_cell_reads_the_data_beside_it_only_if_they_are_the_ones_it_names(study: Study, tmp_path: Path) -> None:
+    beside, elsewhere = prepare_text(tmp_path / "study"), prepare_text(tmp_path / "other", "the mean of")
+    config = dataclasses.replace(study.base, data=str(elsewhere), data_fingerprint=TokenDataset.open(beside).fingerprint)
+    assert data_folder(tmp_path / "study", config) == beside  # though what lies at the old path exists: it is other data
+    config = dataclasses.replace(config, data_fingerprint=TokenDataset.open(elsewhere).fingerprint)
+    assert data_folder(tmp_path / "study", config) == elsewhere
+    assert data_folder(tmp_path / "without data", config) == elsewhere

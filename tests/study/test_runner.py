@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import signal
@@ -117,6 +118,33 @@ def test_a_study_that_is_being_run_is_refused(study: Study, tmp_path: Path) -> N
     with pytest.raises(KeyboardInterrupt):
         run_study(study, tmp_path, console=False)
     assert "is being run by another process" in str(refused[0])
+
+
+def test_a_failed_analysis_is_not_a_missing_result(study: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    behaviour = tmp_path / "behaviour.json"
+    behaviour.write_text(json.dumps({"block/7": "unanalysed"}))
+    statistics = run_study(study, tmp_path)
+    assert "block seed 7: trained, but its source weights were not analysed: no room for the analysis." in capsys.readouterr().out
+    assert statistics["missing"] == []
+    assert statistics["unanalysed"] == [{"arm": "block", "seed": 7, "reason": "no room for the analysis."}]
+    behaviour.unlink()
+    assert run_study(None, tmp_path, console=False)["unanalysed"] == []
+    assert len(started(tmp_path)) == 5
+
+
+def test_the_plan_is_written_by_the_study_that_holds_the_folder(study: Study, tmp_path: Path) -> None:
+    with (tmp_path / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(RequestError, match="is being run by another process"):
+            run_study(study, tmp_path, console=False)
+        assert not (tmp_path / "plan.json").exists()
+    assert run_study(study, tmp_path, console=False)["missing"] == []
+
+
+def test_a_folder_that_holds_no_study_is_left_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"holds no plan\.json"):
+        run_study(None, tmp_path / "new", console=False)
+    assert not (tmp_path / "new").exists()
 
 
 def test_parallel_workers_need_threads_in_the_plan(study: Study, tmp_path: Path) -> None:

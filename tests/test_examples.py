@@ -1,0 +1,20 @@
+"""The examples run as they stand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("name", [path.name for path in sorted((ROOT / "examples").glob("*.py"))])
+def test_the_example_runs(name: str) -> None:
+    path = ROOT / "examples" / name
+    program = f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r}); runpy.run_path({str(path)!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "nats" in done.stdout
