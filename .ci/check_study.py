@@ -9,7 +9,7 @@ study = Path(sys.argv[1])
 plan = json.loads((study / "plan.json").read_text())
 statistics = json.loads((study / "statistics.json").read_text())
 assert [arm["name"] for arm in plan["arms"]] == ["prenorm", "block", "rd"], plan["arms"]
-assert not statistics["missing"], statistics["missing"]
+assert not statistics["missing"] and not statistics["unanalysed"], statistics
 assert [(c["arm"], c["parent"]) for c in statistics["comparisons"]] == [("block", "prenorm"), ("rd", "prenorm"), ("rd", "block")]
 
 entropy = None

@@ -102,7 +102,7 @@ def _override(config: Any, changes: dict[tuple[str, ...], Any], path: str) -> An
 
 def _from_text(hint: Any, value: Any, path: str) -> Any:
     """Text from a command line as the JSON value it stands for; anything else is left as it is."""
-    if isinstance(value, str) and dataclasses.is_dataclass(hint):
+    if isinstance(value, str) and dataclasses.is_dataclass(hint) and not value.lstrip().startswith("{"):
         raise RequestError(f"{path} has fields of its own; set one of them as {path}.FIELD, or use the command's own option for it.")
     if not isinstance(value, str) or _accepts_text(hint):
         return None if value in ("none", "null") and _accepts_none(hint) else value

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 from depthroute.common.errors import DepthrouteError, FailureError
 from depthroute.common.files import cache_folder, read_json, write_bytes, write_json
+from depthroute.common.processors import usable_processors
 from depthroute.data import docstrings
 
 DOCSTRING_PACKAGES = ("torch", "scipy", "sympy", "networkx", "numpy", "matplotlib")
@@ -176,7 +177,7 @@ def _cached(path: Path) -> dict[str, Any] | None:
 
 def _extract(files: list[tuple[str, Path]]) -> tuple[list[Document], dict[str, int]]:
     """Documents in their final order, and how many files and docstrings were left out, by reason."""
-    processes = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = usable_processors()
     # Largest files first and dealt out like cards: every worker gets the same load, and no straggler keeps the others waiting.
     by_size = sorted(files, key=lambda file: file[1].stat().st_size, reverse=True)
     deals = [deal for deal in (by_size[i :: 4 * processes] for i in range(4 * processes)) if deal]

@@ -76,7 +76,7 @@ class StoredStudy:
 
     def complete(self, arm: Arm) -> list[Cell]:
         """The cells of one arm that enter the report's numbers, in the order of the seeds: finished, and not left out by the statistics."""
-        return [cell for cell in self._cells_of(arm) if cell.result is not None]
+        return [cell for cell in self._cells_of(arm) if cell.result is not None and cell.reason is None]
 
     def missing(self) -> list[Cell]:
         """The cells that the statistics had to leave out, in the plan's order."""

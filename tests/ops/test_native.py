@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,8 +127,31 @@ def test_the_kernel_is_built_into_the_users_cache_and_found_there_again(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     expected = depth_attention(rows(), torch.ones(24))
-    (built,) = (tmp_path / "depthroute").iterdir()
+    (built,) = (tmp_path / "depthroute").glob("*.so")
     build.library.cache_clear()
     monkeypatch.setattr(build, "_accepts", lambda *_: pytest.fail("compiled again"))
     assert torch.equal(depth_attention(rows(), torch.ones(24)), expected)  # type: ignore[arg-type]
-    assert [path.name for path in (tmp_path / "depthroute").iterdir()] == [built.name]
+    assert sorted(path.name for path in built.parent.iterdir()) == [built.with_suffix(".sha256").name, built.name]
+
+
+def test_a_cut_kernel_in_the_cache_is_built_again(
+    requires_native: None, forget_the_kernel: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cut = tmp_path / "depthroute" / "kernel-cut.so"
+    cut.parent.mkdir()
+    cut.write_bytes(b"whole")
+    cut.with_suffix(".sha256").write_text(hashlib.sha256(b"whole").hexdigest())
+    assert build._is_ours(cut)
+    cut.write_bytes(b"who")  # loading it would end the process
+    assert not build._is_ours(cut)
+    assert not build._is_ours(cut.with_name("kernel-none.so"))
+
+
+def test_without_a_place_to_cache_in_the_kernel_serves_all_the_same(
+    requires_native: None, forget_the_kernel: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert native.unavailable() is None
+    depth_attention(rows(), torch.ones(24), backend="native")

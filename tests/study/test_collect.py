@@ -124,10 +124,11 @@ def test_a_cell_without_its_analysis_counts_but_the_study_is_not_complete(folder
     assert statistics["missing"] == []
     assert statistics["comparisons"][0]["milestones"][-1]["seeds"] == [7, 3]
     assert statistics["unanalysed"] == [{"arm": "block", "seed": 7, "reason": "a shard is cut short."}]
-    with pytest.raises(FailureError, match=r"^cells with a result but no routing\.json: 1 \(block seed 7\)\. The first: a shard is cut short\.$"):
+    unanalysed = r"cells with a result but no routing\.json: 1 \(block seed 7\)\. The first: "
+    with pytest.raises(FailureError, match=f"^{unanalysed}a shard is cut short"):
         check_complete(statistics)
     (folder / "runs/plain/seed-3/result.json").unlink()
-    with pytest.raises(FailureError, match=r"no result: 1 \(plain seed 3\)\. .* no routing\.json: 1 .*not analysed yet; run the study again\."):
+    with pytest.raises(FailureError, match=rf"no result: 1 \(plain seed 3\)\. .* {unanalysed}not analysed yet; run the study again"):
         check_complete(write_statistics(folder, {}))
 
 
