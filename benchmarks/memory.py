@@ -42,7 +42,7 @@ def train_once(arm: str, steps: int, sequences: int) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
-    print(json.dumps({"bytes": peak_memory_bytes("cpu"), "precision": config.train.precision}))
+    print(json.dumps({"bytes": peak_memory_bytes("cpu")}))
 
 
 def measure(arm: str, steps: int, sequences: int) -> int:

@@ -57,7 +57,10 @@ def _commit() -> str | None:
     if not (root / ".git").exists():  # installed: the commit of whatever encloses site-packages is not ours
         return None
     try:
-        head = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False)
+        head, changes = (
+            subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10, check=False).stdout.strip()
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return head.stdout.strip() or None
+    return f"{head} with changes" if head and changes else head or None

@@ -56,7 +56,10 @@ def evaluate(
         model.train(was_training)
     nll = total / count
     if not math.isfinite(nll):
-        raise FailureError(f"the validation loss is {nll}: the weights of this model give no probabilities any more.")
+        raise FailureError(
+            f"the validation loss is {nll}: the weights of this model give no probabilities any more. Train again with a lower "
+            "train.learning_rate, in a new folder."
+        )
     return {
         "nll": nll,
         "perplexity": math.exp(min(nll, 700.0)),  # math.exp overflows above 709, and infinity is not JSON

@@ -253,7 +253,7 @@ class _Run:
             "tokens": self.step * self.config.tokens_per_step,
             "nll": last["nll"],
             "perplexity": last["perplexity"],
-            "parameters": {name: self.model.parameter_counts()[name] for name in ("total", "residual", "embedding")},
+            "parameters": self.model.parameter_counts(),
             "tokens_per_second": {
                 "median": self.config.tokens_per_step / statistics.median(seconds),
                 "mean": self.config.tokens_per_step * len(seconds) / sum(seconds),
