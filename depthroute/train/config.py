@@ -27,8 +27,8 @@ class TrainConfig:
         final_fraction: Share of the peak learning rate that the last step has.
         gradient_clip: Largest global norm of the gradient. None: no clipping.
         z_loss: Weight of the mean squared log-normaliser in the training loss; the losses written down leave it out.
-        precision: Autocast to bf16, or float32. "auto" is bf16 on a GPU or processor (AVX512-BF16, AMX) that multiplies it natively. Parameters are
-            float32.
+        precision: Autocast to bf16, or float32. "auto" is bf16 on a GPU or processor (AVX512-BF16, AMX) that multiplies it natively.
+            Parameters are float32.
         device: "auto" is CUDA where there is a GPU.
         seed: Initial values and batch order.
         milestones: Steps after which the validation split is evaluated, ascending. The last step always is.
