@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import HealthCheck, settings
 
 settings.register_profile("depthroute", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("depthroute")
+# A shell starts background jobs with SIGINT ignored, and Python leaves it so: then no test of Ctrl-C could pass.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # tensors here are tiny: a second thread only costs
 
 
