@@ -102,10 +102,10 @@ _SMALL_TRAINING = TrainConfig(
 
 RECIPES: dict[str, Recipe] = {
     "small": Recipe(
-        description="8 layers x 96, MLP 480, context 128: the body of the first study, a minute a run",
+        description="8 layers x 96, MLP 480, context 128, blocks of 4 layers: the first study, a minute a run",
         model=small,
         train=_SMALL_TRAINING,
-        attnres=AttnResConfig(block=4),
+        attnres=AttnResConfig(block=8),
         residual="rd",
     ),
     "rd-s": Recipe(
