@@ -148,9 +148,9 @@ def test_info_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["parameters"] == 119_800_512
     assert main(["info", "rd-s", "--residual", "block"]) == 0
     assert "parameters             119,791,296" in capsys.readouterr().out
-    assert main(["info", "small", "--set", "model.width=48", "--set", "model.layers=2", "--json"]) == 0
+    assert main(["info", "small", "--set", "model.width=48", "--set", "model.layers=4", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert (facts["width"], facts["layers"]) == (48, 2)
+    assert (facts["width"], facts["layers"]) == (48, 4)
 
 
 def test_recipes(capsys: pytest.CaptureFixture[str]) -> None:
