@@ -216,7 +216,7 @@ static inline void NAME(combine)(STORE *out, i64 n, const STORE *row, ACC self, 
   }
 }
 
-/* keys == NULL: the last R coordinates of each source (with keys, full is 0). bias [M, S] or NULL. full: normalise by the RMS of all D
+/* keys == NULL: the last R coordinates of each source (with keys, full is 0). bias [M, S]. full: normalise by the RMS of all D
  * coordinates. */
 void NAME(depth_forward)(i64 N, i64 D, i64 S, i64 M, i64 R, STORE *const *sources, STORE *const *keys, const ACC *queries,
                          const ACC *bias, int full, double eps, STORE *const *outputs, ACC *rstd, ACC *scores, ACC *weights, ACC *lse) {
@@ -244,7 +244,7 @@ void NAME(depth_forward)(i64 N, i64 D, i64 S, i64 M, i64 R, STORE *const *source
         ACC *weight = weights + (t * M + m) * S;
         ACC largest = -INFINITY, total = 0;
         for (i64 s = 0; s < S; s++) {
-          weight[s] = score[s] + (bias ? bias[m * S + s] : 0);
+          weight[s] = score[s] + bias[m * S + s];
           if (weight[s] > largest) largest = weight[s];
         }
         for (i64 s = 0; s < S; s++) total += weight[s] = EXP(weight[s] - largest);
@@ -256,7 +256,7 @@ void NAME(depth_forward)(i64 N, i64 D, i64 S, i64 M, i64 R, STORE *const *source
   }
 }
 
-/* Gradients of everything, from the gradients of the M outputs. dsources[s] and dkeys may be NULL. partial: [chunks, M * R + M * S] scratch;
+/* Gradients of everything, from the gradients of the M outputs. dkeys is NULL where keys is. partial: [chunks, M * R + M * S] scratch;
  * dqueries [M, R] and dbias [M, S] are its sums. */
 void NAME(depth_backward)(i64 N, i64 D, i64 S, i64 M, i64 R, STORE *const *sources, STORE *const *keys, const ACC *queries, int full,
                           STORE *const *grads, const ACC *rstd, const ACC *scores, const ACC *weights, STORE *const *dsources,
@@ -300,8 +300,7 @@ void NAME(depth_backward)(i64 N, i64 D, i64 S, i64 M, i64 R, STORE *const *sourc
           NAME(add_scaled)(dq + m * R, pull[m], key, R);
         }
         const ACC shrink = -r * r * along / (full ? D : R);
-        if (keys && dkeys[s]) NAME(combine)(dkeys[s] + t * R, R, key, shrink, 0, 0, 0, 0, queries, R, pull, 1, M);
-        if (!dsources[s]) continue;
+        if (keys) NAME(combine)(dkeys[s] + t * R, R, key, shrink, 0, 0, 0, 0, queries, R, pull, 1, M);
         STORE *out = dsources[s] + t * D;
         NAME(combine)(out, first, full ? row : 0, shrink, grad, p, S, M, 0, 0, 0, 0, 0);
         if (!keys) NAME(combine)(out + first, R, key, shrink, tail, p, S, M, queries, R, pull, 1, M);
