@@ -1,4 +1,4 @@
-"""Compiles `kernel.c` with the machine's C compiler, once, into the user's cache, and loads it through ctypes."""
+"""Compiles `kernel.c` and its header with the machine's C compiler, once, into the user's cache, and loads it through ctypes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from pathlib import Path
 from depthroute.common.errors import FailureError
 from depthroute.common.files import cache_folder, write_bytes, write_text
 
-SUFFIXES = ("f32", "bf16", "f64")
-_SOURCE = Path(__file__).with_name("kernel.c")
+_SOURCES = (Path(__file__).with_name("kernel.c"), Path(__file__).with_name("kernel_rows.h"))
 _COMPILE = ("-O3", "-fPIC", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math")
 # Each is left out where the compiler does not know it; the result is slower, never different in kind.
 _OPTIONAL = ("-march=native", "-fopenmp")
@@ -39,7 +38,7 @@ def library() -> ctypes.CDLL | str:
 def _load(compiler: str) -> ctypes.CDLL:
     """From the user's cache, or compiled and put there, keyed by all that decides it: source, compiler, flags, processor."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
-    identity = [_SOURCE.read_text(), compiler, version, *_COMPILE, *_OPTIONAL, platform.machine(), _processor()]
+    identity = [*(source.read_text() for source in _SOURCES), compiler, version, *_COMPILE, *_OPTIONAL, platform.machine(), _processor()]
     digest = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:16]
     target = cache_folder() / f"kernel-{digest}.so"
     if _is_ours(target):
@@ -74,7 +73,7 @@ def _compile(compiler: str, flags: list[str], folder: str) -> Path:
     # OpenMP is not linked: its symbols are found in the runtime that torch has loaded, so that both share one set of threads.
     undefined = ["-undefined", "dynamic_lookup"] if platform.system() == "Darwin" else []
     for command in (
-        [compiler, *_COMPILE, *flags, "-c", str(_SOURCE), "-o", str(built)],
+        [compiler, *_COMPILE, *flags, "-c", str(_SOURCES[0]), "-o", str(built)],
         [compiler, "-shared", *undefined, str(built), "-o", str(linked), "-lm"],
     ):
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
@@ -97,14 +96,14 @@ def _processor() -> str:
 
 
 def _declare(found: ctypes.CDLL) -> ctypes.CDLL:
-    integer, pointer = ctypes.c_int64, ctypes.c_void_p
-    found.depth_chunk_tokens.argtypes = [integer]
-    found.depth_chunk_tokens.restype = integer
-    for suffix in SUFFIXES:
-        forward = getattr(found, f"depth_forward_{suffix}")
-        forward.argtypes = [integer] * 5 + [pointer] * 4 + [ctypes.c_int, ctypes.c_double] + [pointer] * 5
-        forward.restype = None
-        backward = getattr(found, f"depth_backward_{suffix}")
-        backward.argtypes = [integer] * 5 + [pointer] * 3 + [ctypes.c_int] + [pointer] * 9
-        backward.restype = None
+    integer, pointer, text, number = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_double
+    found.depth_chunks.argtypes, found.depth_chunks.restype = [integer], integer
+    operands = [integer] * 6 + [ctypes.c_int] * 2 + [pointer] * 9
+    for suffix in ("f32", "bf16", "f16", "f64"):
+        if not hasattr(found, f"depth_forward_{suffix}"):
+            continue  # a compiler without float16
+        forward, backward = (getattr(found, f"depth_{way}_{suffix}") for way in ("forward", "backward"))
+        forward.argtypes = operands + [pointer] * 2 + [number] * 2 + [pointer] * 7
+        backward.argtypes = operands + [pointer] * 9 + [text] * 2 + [pointer] * 6
+        forward.restype = backward.restype = None
     return found

@@ -1,0 +1,143 @@
+"""The registered operator `depthroute::depth_read`: its shapes for tracing, its autograd rule, and the dispatch to a backend.
+
+It is registered key by key. `torch.library.custom_op` would do the same in fewer lines, but its generated rule costs three times as much
+per call, which small models feel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from depthroute.ops.form import Form, Found, Gradients, Operands, Saved, Upstream, empty_gradients, empty_results
+from depthroute.ops.held import destinations, held_by
+from depthroute.ops.registry import BACKENDS
+
+OPERANDS = "Tensor[] sources, Tensor[] keys, Tensor queries, Tensor? bias, Tensor? output_gain, Tensor[] prior"
+FORM = "int heads, str key_norm, str weighting, float eps, float output_eps, str backend"
+
+
+def read(operands: Operands, form: Form, backend: str) -> Found:
+    """A read by a backend of the registry, with gradients for everything but the maxima."""
+    found = torch.ops.depthroute.depth_read(*map(_listed, operands), *form, backend)
+    outputs, saved = _unflatten(found, operands.count, form)
+    return Found(outputs, saved.max, saved.sum, saved.weights)
+
+
+def _listed(operand: Any) -> Any:
+    return list(operand) if isinstance(operand, tuple) else operand
+
+
+def _flatten(outputs: Sequence[Tensor], saved: Saved) -> list[Tensor]:
+    return [*outputs, *saved.max, *saved.sum, *saved[2:]]
+
+
+def _unflatten(found: Sequence[Tensor], count: int, form: Form) -> tuple[Sequence[Tensor], Saved]:
+    outputs, rest = found[:count], found[count:]
+    if form.weighting == "sigmoid":
+        return outputs, Saved((), (), *rest)
+    return outputs, Saved(rest[:count], rest[count : 2 * count], *rest[2 * count :])
+
+
+def _forward(*given: Any) -> list[Tensor]:
+    """M outputs [..., D], then the scalars of `Saved`, flat."""
+    operands, form, backend = Operands(*given[:6]), Form(*given[6:11]), given[11]
+    outputs, saved = empty_results(operands, form)
+    BACKENDS[backend].forward(operands, form, outputs, saved)
+    return _flatten(outputs, saved)
+
+
+def _shapes(*given: Any) -> list[Tensor]:
+    return _flatten(*empty_results(Operands(*given[:6]), Form(*given[6:11])))
+
+
+def _backward(into: list[Tensor], add: list[bool], *given: Any) -> list[Tensor]:
+    """Adds the sources' gradients to `into` and returns the others: keys, prior, queries [M, R], bias [M, S], output gain [D]."""
+    operands, scalars, gradients, sums, weights = Operands(*given[:6]), *given[6:10]
+    form, backend = Form(*given[10:15]), given[15]
+    _, saved = _unflatten([*gradients, *scalars], operands.count, form)
+    found = empty_gradients(operands, form)
+    BACKENDS[backend].backward(operands, form, saved, Upstream(gradients, sums, weights), into, add, found)
+    return [*found.keys, *found.prior, *found[2:]]
+
+
+def _backward_shapes(into: list[Tensor], add: list[bool], *given: Any) -> list[Tensor]:
+    found = empty_gradients(Operands(*given[:6]), Form(*given[10:15]))
+    return [*found.keys, *found.prior, *found[2:]]
+
+
+class _DepthRead(torch.autograd.Function):
+    """The autograd rule. Lists travel flat, because autograd sees only tensors among the arguments."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, number: int, keyed: int, form: Form, backend: str, held: Sequence[Any], queries: Tensor, bias: Tensor | None,
+        gain: Tensor | None, *rows: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        sources, keys, prior = rows[:number], rows[number : number + keyed], rows[number + keyed :]
+        with torch._C._AutoDispatchBelowAutograd():
+            found = torch.ops.depthroute.depth_read(sources, keys, queries, bias, gain, prior, *form, backend)
+        ctx.number, ctx.keyed, ctx.form, ctx.backend, ctx.held = number, keyed, form, backend, held
+        count = queries.shape[0]
+        ctx.save_for_backward(queries, bias, gain, *rows, *found[count:])
+        softmax = form.weighting == "softmax"
+        ctx.mark_non_differentiable(*found[count : 2 * count if softmax else count], *found[-3:])
+        ctx.set_materialize_grads(False)
+        return tuple(found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        number, keyed, form = ctx.number, ctx.keyed, ctx.form
+        queries, bias, gain, *rest = ctx.saved_tensors
+        count, softmax = queries.shape[0], form.weighting == "softmax"
+        scalars = 4 + 2 * count * softmax
+        rows, saved = rest[:-scalars], rest[-scalars:]
+        sources, keys, prior = rows[:number], rows[number : number + keyed], rows[number + keyed :]
+        outputs = [sources[0].new_zeros(sources[0].shape) if g is None else g for g in gradients[:count]]
+        of_sum = gradients[2 * count : 3 * count] if softmax else ()
+        sums = [torch.zeros_like(saved[count + m]) if g is None else g for m, g in enumerate(of_sum)] if any(
+            g is not None for g in of_sum
+        ) else []
+        into, add, of_sources = destinations(sources, ctx.held)
+        found = torch.ops.depthroute.depth_read_backward(
+            into, add, sources, keys, queries, bias, gain, prior, saved, outputs, sums, gradients[-4], *form, ctx.backend
+        )
+        of_keys, of_prior = found[:keyed], found[keyed:-3]
+        of_prior = [*of_prior[:count], *[None] * count, *of_prior[count:]] if prior and softmax else of_prior
+        *_, of_queries, of_bias, of_gain = found
+        return (
+            *(None,) * 5, of_queries, None if bias is None else of_bias, None if gain is None else of_gain, *of_sources, *of_keys, *of_prior,
+        )  # fmt: skip
+
+
+def _autograd(
+    sources: list[Tensor], keys: list[Tensor], queries: Tensor, bias: Tensor | None, gain: Tensor | None, prior: list[Tensor], *given: Any
+) -> list[Tensor]:
+    apply: Any = _DepthRead.apply  # torch has no types for it
+    held = [held_by(source) for source in sources]
+    return list(apply(len(sources), len(keys), Form(*given[:5]), given[5], held, queries, bias, gain, *sources, *keys, *prior))
+
+
+def _register() -> torch.library.Library:
+    library_of_operators: Any = torch.library.Library  # torch has no types for it
+    operators = library_of_operators("depthroute", "DEF")
+    operators.define(f"depth_read({OPERANDS}, {FORM}) -> Tensor[]")
+    operators.define(
+        f"depth_read_backward(Tensor(a!)[] into, bool[] add, {OPERANDS}, Tensor[] saved, Tensor[] gradients, Tensor[] sum_gradients,"
+        f" Tensor? weight_gradients, {FORM}) -> Tensor[]"
+    )
+    for key in ("CPU", "CUDA"):
+        operators.impl("depth_read", _forward, key)
+        operators.impl("depth_read_backward", _backward, key)
+    operators.impl("depth_read", _autograd, "Autograd")
+    torch.library.register_fake("depthroute::depth_read", _shapes, lib=operators)
+    torch.library.register_fake("depthroute::depth_read_backward", _backward_shapes, lib=operators)
+    return cast(torch.library.Library, operators)
+
+
+_OPERATORS = _register()  # the registration lasts as long as this object

@@ -1,0 +1,49 @@
+"""The backends by name, and which one serves a read."""
+
+from __future__ import annotations
+
+import warnings
+from functools import lru_cache
+from typing import Literal, get_args
+
+import torch
+
+from depthroute.common.errors import RequestError, choose
+from depthroute.ops import compiled, native, triton_backend
+from depthroute.ops.form import Backend
+
+BackendName = Literal["auto", "reference", "compiled", "native", "triton"]
+BACKEND_NAMES = get_args(BackendName)
+BACKENDS: dict[str, Backend] = {"compiled": compiled, "native": native, "triton": triton_backend}
+# The first of these that can serve is what `auto` takes; the definition where none can.
+AUTOMATIC = {"cpu": ("native",), "cuda": ("triton",)}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # decided while a model is traced, not traced
+def serving(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The name of the backend that serves a read of `dtype` rows on `device`; warns once where a device's own backend is missing.
+
+    Raises:
+        RequestError: an unknown backend, or one asked for by name that cannot serve.
+    """
+    if name not in BACKEND_NAMES:
+        raise RequestError(choose("backend", name, BACKEND_NAMES))
+    if name == "reference":
+        return name
+    if name != "auto":
+        refusal = BACKENDS[name].refusal(device, dtype)
+        if refusal is None:
+            return name
+        raise RequestError(f"backend '{name}' cannot serve this read: {refusal}. Use backend='reference' or 'auto'.")
+    refusals = [(candidate, BACKENDS[candidate].refusal(device, dtype)) for candidate in AUTOMATIC.get(device.type, ())]
+    for candidate, refusal in refusals:
+        if refusal is None:
+            return candidate
+    for candidate, refusal in refusals:
+        _say_slower(candidate, str(refusal))
+    return "reference"
+
+
+@lru_cache(maxsize=8)
+def _say_slower(name: str, reason: str) -> None:
+    warnings.warn(f"depth attention runs without its {name} kernel and is slower: {reason}.", RuntimeWarning, stacklevel=4)
