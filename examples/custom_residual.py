@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from depthroute.model import Decoder, ModelConfig
-from depthroute.residual import METHODS, Body, Residual, ResidualConfig
+from depthroute.residual import METHODS, Body, Inputs, Norm, Residual, ResidualConfig, normalised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,8 @@ class ReZero(Residual):
     def open(self, embedding: Tensor) -> Tensor:
         return embedding
 
-    def read(self, memory: Tensor, site: int) -> Tensor:
-        return memory
+    def read(self, memory: Tensor, site: int, norm: Norm | None = None) -> Inputs:
+        return normalised(memory, norm)  # the norm before a sub-layer is the body's; the method says where it is applied
 
     def write(self, memory: Tensor, site: int, output: Tensor, activation: Tensor | None = None) -> Tensor:
         return memory + self.scales[site] * output.to(memory.dtype)

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from depthroute.common.errors import RequestError
 from depthroute.model.config import ModelConfig
-from depthroute.model.layers import Layer, Projection, RMSNorm, Rotary, TokenEmbedding
+from depthroute.model.layers import Layer, Projection, Rotary, TokenEmbedding
 from depthroute.model.loss import LossSums, cross_entropy_sums, token_nll
-from depthroute.residual import Memory
+from depthroute.residual import Memory, RMSNorm
 
 Observer = Callable[[int, Memory], None]
 
@@ -48,13 +48,12 @@ class Decoder(nn.Module):
         for site, sublayer in enumerate(self._sublayers()):
             if observe is not None:
                 observe(site, memory)
-            inputs = residual.read(memory, site)
+            inputs = residual.read(memory, site, sublayer.norm)
             output, activation = sublayer(inputs, self.rotary) if site % 2 == 0 else sublayer(inputs)
             memory = residual.write(memory, site, output, activation)
         if observe is not None:
             observe(2 * len(self.layers), memory)
-        hidden: Tensor = self.norm(residual.close(memory))
-        return hidden
+        return residual.close(memory, self.norm)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """[B, T, V] in at least float32, from token ids [B, T]."""

@@ -1,4 +1,6 @@
-"""The sub-layers of the decoder: a norm and a transformation, with no knowledge of how they are connected.
+"""The sub-layers of the decoder, with no knowledge of how they are connected.
+
+A sub-layer owns the norm that comes before it and takes inputs that have passed it: the residual method applies it as it reads.
 
 Shapes: B batch, T tokens, D width, H heads, K key-value heads, E head width, F MLP width.
 """
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from depthroute.model.config import ModelConfig
-from depthroute.residual import Inputs, RoleInputs
+from depthroute.residual import Inputs, RMSNorm, RoleInputs
 
 
 class SubLayerOutput(NamedTuple):
@@ -32,13 +34,6 @@ class Projection(nn.Linear):
 
     def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         parameter.normal_(0.0, self.std, generator=generator)
-
-
-class RMSNorm(nn.RMSNorm):
-    """RMS normalisation in the gain's dtype, which is also that of the result: bfloat16 input is normalised in float32 under autocast."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype))
 
 
 class TokenEmbedding(nn.Embedding):
@@ -99,12 +94,9 @@ class Attention(nn.Module):
 
     def forward(self, inputs: Inputs, rotary: Rotary) -> SubLayerOutput:
         roles = inputs if isinstance(inputs, RoleInputs) else RoleInputs(inputs, inputs, inputs)
-        for_query = self.norm(roles.query)
-        for_key = for_query if roles.key is roles.query else self.norm(roles.key)
-        for_value = for_query if roles.value is roles.query else self.norm(roles.value)
-        query = self._heads(self.query(for_query), self.heads)
-        key = self._heads(self.key(for_key), self.key_value_heads)
-        value = self._heads(self.value(for_value), self.key_value_heads)
+        query = self._heads(self.query(roles.query), self.heads)
+        key = self._heads(self.key(roles.key), self.key_value_heads)
+        value = self._heads(self.value(roles.value), self.key_value_heads)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = rotary(query), rotary(key)
@@ -128,8 +120,7 @@ class MLP(nn.Module):
         self.down = Projection(config.mlp_width, config.width, config.init_std)
 
     def forward(self, inputs: Tensor) -> SubLayerOutput:
-        x = self.norm(inputs)
-        activation = F.silu(self.gate(x)) * self.up(x)
+        activation = F.silu(self.gate(inputs)) * self.up(inputs)
         return SubLayerOutput(self.down(activation), activation)
 
 

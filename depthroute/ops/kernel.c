@@ -14,7 +14,7 @@
 
 #include <stdlib.h>
 
-enum { MAX_CHUNKS = 256 };
+enum { MAX_CHUNKS = 256, CACHE_BYTES = 24 << 20 };
 
 /* Tokens a chunk: at least 16, and at most MAX_CHUNKS chunks. */
 static i64 chunk_tokens(i64 tokens) {
@@ -23,7 +23,12 @@ static i64 chunk_tokens(i64 tokens) {
 }
 i64 depth_chunks(i64 tokens) { return (tokens + chunk_tokens(tokens) - 1) / chunk_tokens(tokens); }
 
-static inline i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
+/* Whether a pass streams what it stores: it moves more bytes than the caches keep, and rows begin and end with whole vectors. */
+static inline int streams(i64 bytes, i64 row_bytes, void *const *tensors, i64 count) {
+  int whole = row_bytes % LINE == 0;
+  for (i64 i = 0; i < count; i++) whole = whole && (uintptr_t)tensors[i] % LINE == 0;
+  return whole && bytes > CACHE_BYTES;
+}
 
 enum { KEY_NORM_NONE = 0, KEY_NORM_SLICE = 1, KEY_NORM_FULL = 2 };
 
@@ -84,13 +89,16 @@ enum { KEY_NORM_NONE = 0, KEY_NORM_SLICE = 1, KEY_NORM_FULL = 2 };
       ACC *const *prior_sum
 
 /* The mixture of one query at one token, from its `weight` [H, W]. */
-#define MIXTURE(combine, out) \
-  for (i64 h = 0; h < H; h++) combine(out, 0, h *Dh, Dh, 0, 0, rows, weight + h * W, 1, W, 0, 0, 0, 0, 0)
+#define MIXTURE(combine, out, how, next) \
+  for (i64 h = 0; h < H; h++) combine(out, how, h *Dh, Dh, 0, 0, rows, weight + h * W, 1, W, next, 0, 0, 0, 0, 0)
 
 /* bias [M, S] may be NULL. */
 void NAME(depth_forward)(OPERANDS, ACC *const *prior_max, const ACC *bias, double eps, double output_eps, STORE *const *outputs,
                          ACC *const *maxima, ACC *const *sums, ACC *weights, ACC *scores, ACC *rstd, ACC *output_rstd) {
   const i64 chunk = chunk_tokens(N), chunks = depth_chunks(N), Dh = D / H, Rh = R / H, W = S + (prior != 0);
+  const int whole = !keys && R == D; /* the first look at a row, for its key, sees all of it */
+  const i64 row_bytes = D * (i64)sizeof(STORE);
+  const int how = Dh % WIDE == 0 && streams(N * row_bytes * (W + M), row_bytes, (void *const *)outputs, M) ? STREAM : WRITE;
 #pragma omp parallel
   {
     ACC *mixture = gain ? malloc(sizeof(ACC) * D) : 0;
@@ -98,18 +106,22 @@ void NAME(depth_forward)(OPERANDS, ACC *const *prior_max, const ACC *bias, doubl
     for (i64 c = 0; c < chunks; c++) {
       const i64 end = smaller((c + 1) * chunk, N), ahead = NAME(tokens_ahead)(D);
       const STORE *rows[W];
+      i64 next[W]; /* how far ahead a row is asked for, in its first look */
+      if (prior) next[S] = 0;
       for (i64 t = c * chunk; t < end; t++) {
         for (i64 s = 0; s < S; s++) {
           const STORE *row = rows[s] = sources[s] + t * source_strides[s];
-          if (t + ahead < end) NAME(ask_for)(row + ahead * source_strides[s], D);
+          next[s] = t + ahead < end ? ahead * source_strides[s] : 0;
           const STORE *key = keys ? keys[s] + t * key_strides[s] : row + (D - R);
           ACC *score = scores + t * M * H * S + s;
-          ACC r = 1;
-          if (key_norm) {
-            const ACC square = key_norm == KEY_NORM_FULL ? NAME(sum_of_squares)(row, D) : NAME(sum_of_squares)(key, R);
-            rstd[t * S + s] = r = 1 / SQRT(square / (key_norm == KEY_NORM_FULL ? D : R) + (ACC)eps);
-          }
-          for (i64 h = 0; h < H; h++) NAME(dots)(key + h * Rh, queries + h * Rh, R, Rh, M, r, score + h * S, H * S);
+          ACC square = 0;
+          for (i64 h = 0; h < H; h++)
+            square += NAME(dots_and_squares)(key + h * Rh, queries + h * Rh, R, Rh, M, score + h * S, H * S, whole ? next[s] : 0);
+          if (!key_norm) continue;
+          const int full = key_norm == KEY_NORM_FULL;
+          if (full) square += NAME(sum_of_squares)(row, D - R);
+          const ACC r = rstd[t * S + s] = 1 / SQRT(square / (full ? D : R) + (ACC)eps);
+          for (i64 i = 0; i < M * H; i++) score[i * S] *= r;
         }
         for (i64 m = 0; m < M; m++) {
           ACC *weight = weights + (t * M + m) * H * W;
@@ -133,15 +145,16 @@ void NAME(depth_forward)(OPERANDS, ACC *const *prior_max, const ACC *bias, doubl
           }
           STORE *out = outputs[m] + t * D;
           if (!gain) {
-            MIXTURE(NAME(combine), out);
+            MIXTURE(NAME(combine), out, how, m || whole ? 0 : next);
             continue;
           }
-          MIXTURE(NAME(combine_exact), mixture);
+          MIXTURE(NAME(combine_exact), mixture, WRITE, m || whole ? 0 : next);
           const ACC r = 1 / SQRT(EXACT(sum_of_squares)(mixture, D) / D + (ACC)output_eps);
           output_rstd[t * M + m] = r;
           NAME(scale)(out, r, mixture, gain, D);
         }
       }
+      if (how == STREAM) end_of_stream();
     }
     free(mixture);
   }
@@ -157,10 +170,16 @@ void NAME(depth_backward)(OPERANDS, ACC *const *sums, const ACC *weights, const 
   const i64 chunk = chunk_tokens(N), chunks = depth_chunks(N), Dh = D / H, Rh = R / H, W = S + (prior != 0);
   const i64 slots = M * R + M * S + (gain ? D : 0);
   const int full = key_norm == KEY_NORM_FULL, converts = gain || !STORE_IS_ACC;
+  const i64 row_bytes = D * (i64)sizeof(STORE);
+  const int spills = streams(N * row_bytes * (2 * S + M), row_bytes, into, S);
+  /* Rows put together from stretches that begin within a vector are streamed as a whole. */
+  const int assembles = spills && ((D - R) % WIDE || Dh % WIDE || Rh % WIDE);
 #pragma omp parallel
   {
-    /* Upstream gradients of a token's M mixtures in the exact type, and one mixture. */
-    ACC *scratch = converts ? malloc(sizeof(ACC) * (M + 1) * D) : 0;
+    int how[S];
+    for (i64 s = 0; s < S; s++) how[s] = add[s] ? ADD : spills ? STREAM : WRITE;
+    /* Upstream gradients of a token's M mixtures in the exact type, and a row to spare. */
+    ACC *scratch = converts || assembles ? malloc(sizeof(ACC) * (M + 1) * D) : 0, *spare = scratch + M * D;
 #pragma omp for schedule(static)
     for (i64 c = 0; c < chunks; c++) {
       ACC *dq = partial + c * slots, *db = dq + M * R, *dg = db + M * S;
@@ -173,17 +192,16 @@ void NAME(depth_backward)(OPERANDS, ACC *const *sums, const ACC *weights, const 
         for (i64 s = 0; s < S; s++) {
           rows[s] = sources[s] + t * source_strides[s];
           key_rows[s] = keys ? keys[s] + t * key_strides[s] : rows[s] + (D - R);
-          if (t + ahead < end) NAME(ask_for)(rows[s] + ahead * source_strides[s], D);
         }
         for (i64 m = 0; m < M; m++) {
           const STORE *given = grads[m] + t * D;
           if (prior) rows[S] = prior[m] + t * prior_strides[m];
           const ACC *weight = weights + (t * M + m) * H * W;
           if (converts) {
-            ACC *own = scratch + m * D, *mixture = scratch + M * D;
+            ACC *own = scratch + m * D;
             if (gain) {
-              MIXTURE(NAME(combine_exact), mixture);
-              NAME(norm_backward)(own, given, mixture, gain, output_rstd[t * M + m], D, dg);
+              MIXTURE(NAME(combine_exact), spare, WRITE, 0);
+              NAME(norm_backward)(own, given, spare, gain, output_rstd[t * M + m], D, dg);
             } else {
               NAME(widen)(own, given, D);
             }
@@ -195,7 +213,8 @@ void NAME(depth_backward)(OPERANDS, ACC *const *sums, const ACC *weights, const 
             const ACC *p = weight + h * W, *g = grad[m] + h * Dh, *dp = dweights ? dweights + ((t * M + m) * H + h) * W : 0;
             ACC *d = dscore + (m * H + h) * S, mean = 0;
             for (i64 w = 0; w < W; w++) {
-              dots[w] = NAME(dot)(rows[w] + h * Dh, g, Dh) + (dp ? dp[w] : 0);
+              const i64 next = m == 0 && w < S && t + ahead < end ? ahead * source_strides[w] : 0;
+              dots[w] = NAME(dot)(rows[w] + h * Dh, g, Dh, next) + (dp ? dp[w] : 0);
               mean += p[w] * dots[w];
             }
             if (dsums) mean -= dsums[m][t * H + h] * sums[m][t * H + h];
@@ -212,7 +231,7 @@ void NAME(depth_backward)(OPERANDS, ACC *const *sums, const ACC *weights, const 
           for (i64 s = 0; s < S; s++) pull[i * S + s] = (key_norm ? rstd[t * S + s] : 1) * dscore[i * S + s];
         for (i64 m = 0; m < M; m++)
           for (i64 h = 0; h < H; h++)
-            NAME(combine_exact)(dq + m * R, 1, h * Rh, Rh, 0, 0, key_rows, pull + (m * H + h) * S, 1, S, 0, 0, 0, 0, 0);
+            NAME(combine_exact)(dq + m * R, ADD, h * Rh, Rh, 0, 0, key_rows, pull + (m * H + h) * S, 1, S, 0, 0, 0, 0, 0, 0);
         for (i64 s = 0; s < S; s++) {
           ACC shrink = 0; /* what the normalisation removes: the part of the score's gradient that is along the key */
           if (key_norm) {
@@ -221,23 +240,28 @@ void NAME(depth_backward)(OPERANDS, ACC *const *sums, const ACC *weights, const 
           }
           if (keys)
             for (i64 h = 0; h < H; h++)
-              NAME(combine)(dkeys[s] + t * R, 0, h * Rh, Rh, key_rows[s], shrink, 0, 0, 0, 0, queries, R, pull + h * S + s, H * S, M);
+              NAME(combine)(dkeys[s] + t * R, WRITE, h * Rh, Rh, key_rows[s], shrink, 0, 0, 0, 0, 0, queries, R, pull + h * S + s, H * S, M);
           /* Columns from `first` on are also the key; the others feel the score only through a full RMS. A stretch of columns ends where
            * a head of the values or of the keys does. */
           const i64 first = keys ? D : D - R;
+          const int apart = assembles && how[s] == STREAM, wide = apart || (!STORE_IS_ACC && exact[s]);
+          ACC *exact_out = apart ? spare : (ACC *)into[s] + t * D;
           for (i64 d = 0; d < D;) {
             const i64 h = d / Dh, k = d < first ? -1 : (d - first) / Rh;
             const i64 stop = smaller((h + 1) * Dh, k < 0 ? first : first + (k + 1) * Rh);
             const STORE *row = k >= 0 || full ? rows[s] : 0;
             const ACC *p = weights + (t * M * H + h) * W + s, *q = k < 0 ? 0 : queries - first, *u = pull + (k < 0 ? 0 : k) * S + s;
-            if (STORE_IS_ACC || !exact[s])
-              NAME(combine_grads)((STORE *)into[s] + t * D, add[s], d, stop - d, row, shrink, grad, p, H * W, M, q, R, u, H * S, M);
+            if (wide)
+              NAME(combine_grads_exact)(exact_out, apart ? WRITE : how[s], d, stop - d, row, shrink, grad, p, H * W, M, 0, q, R, u, H * S, M);
             else
-              NAME(combine_grads_exact)((ACC *)into[s] + t * D, add[s], d, stop - d, row, shrink, grad, p, H * W, M, q, R, u, H * S, M);
+              NAME(combine_grads)((STORE *)into[s] + t * D, how[s], d, stop - d, row, shrink, grad, p, H * W, M, 0, q, R, u, H * S, M);
             d = stop;
           }
+          if (apart && exact[s]) EXACT(stream_row)((ACC *)into[s] + t * D, spare, D);
+          else if (apart) NAME(stream_row)((STORE *)into[s] + t * D, spare, D);
         }
       }
+      if (spills) end_of_stream();
     }
     free(scratch);
   }
@@ -252,4 +276,6 @@ void NAME(depth_backward)(OPERANDS, ACC *const *sums, const ACC *weights, const 
 
 #undef MIXTURE
 #undef OPERANDS
+#undef WIDE
+#undef VEC
 #endif

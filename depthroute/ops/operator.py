@@ -55,19 +55,14 @@ def _shapes(*given: Any) -> list[Tensor]:
     return _flatten(*empty_results(Operands(*given[:6]), Form(*given[6:11])))
 
 
-def _backward(into: list[Tensor], add: list[bool], *given: Any) -> list[Tensor]:
-    """Adds the sources' gradients to `into` and returns the others: keys, prior, queries [M, R], bias [M, S], output gain [D]."""
-    operands, scalars, gradients, sums, weights = Operands(*given[:6]), *given[6:10]
+def _backward(into: list[Tensor], found: list[Tensor], add: list[bool], *given: Any) -> None:
+    """Puts the gradients of the sources into `into` and the others, laid out flat as in `Gradients`, into `found`."""
+    operands, scalars, outputs, sums, weights = Operands(*given[:6]), *given[6:10]
     form, backend = Form(*given[10:15]), given[15]
-    _, saved = _unflatten([*gradients, *scalars], operands.count, form)
-    found = empty_gradients(operands, form)
-    BACKENDS[backend].backward(operands, form, saved, Upstream(gradients, sums, weights), into, add, found)
-    return [*found.keys, *found.prior, *found[2:]]
-
-
-def _backward_shapes(into: list[Tensor], add: list[bool], *given: Any) -> list[Tensor]:
-    found = empty_gradients(Operands(*given[:6]), Form(*given[10:15]))
-    return [*found.keys, *found.prior, *found[2:]]
+    _, saved = _unflatten([*outputs, *scalars], operands.count, form)
+    keyed = len(operands.keys)
+    gradients = Gradients(found[:keyed], found[keyed:-3], *found[-3:])
+    BACKENDS[backend].backward(operands, form, saved, Upstream(outputs, sums, weights), into, add, gradients)
 
 
 class _DepthRead(torch.autograd.Function):
@@ -99,13 +94,13 @@ class _DepthRead(torch.autograd.Function):
         rows, saved = rest[:-scalars], rest[-scalars:]
         sources, keys, prior = rows[:number], rows[number : number + keyed], rows[number + keyed :]
         outputs = [sources[0].new_zeros(sources[0].shape) if g is None else g for g in gradients[:count]]
-        of_sum = gradients[2 * count : 3 * count] if softmax else ()
-        sums = [torch.zeros_like(saved[count + m]) if g is None else g for m, g in enumerate(of_sum)] if any(
-            g is not None for g in of_sum
-        ) else []
+        of_sum = gradients[2 * count : 3 * count] if softmax and any(g is not None for g in gradients[2 * count : 3 * count]) else ()
+        sums = [torch.zeros_like(saved[count + m]) if g is None else g for m, g in enumerate(of_sum)]
         into, add, of_sources = destinations(sources, ctx.held)
-        found = torch.ops.depthroute.depth_read_backward(
-            into, add, sources, keys, queries, bias, gain, prior, saved, outputs, sums, gradients[-4], *form, ctx.backend
+        empty = empty_gradients(Operands(sources, keys, queries, bias, gain, prior), form)
+        found = [*empty.keys, *empty.prior, *empty[2:]]
+        torch.ops.depthroute.depth_read_backward(
+            into, found, add, sources, keys, queries, bias, gain, prior, saved, outputs, sums, gradients[-4], *form, ctx.backend
         )
         of_keys, of_prior = found[:keyed], found[keyed:-3]
         of_prior = [*of_prior[:count], *[None] * count, *of_prior[count:]] if prior and softmax else of_prior
@@ -127,16 +122,17 @@ def _register() -> torch.library.Library:
     library_of_operators: Any = torch.library.Library  # torch has no types for it
     operators = library_of_operators("depthroute", "DEF")
     operators.define(f"depth_read({OPERANDS}, {FORM}) -> Tensor[]")
+    # Everything it computes goes into tensors that are handed in: torch.compile takes no operator that both mutates and returns lists.
     operators.define(
-        f"depth_read_backward(Tensor(a!)[] into, bool[] add, {OPERANDS}, Tensor[] saved, Tensor[] gradients, Tensor[] sum_gradients,"
-        f" Tensor? weight_gradients, {FORM}) -> Tensor[]"
+        f"depth_read_backward(Tensor(a!)[] into, Tensor(b!)[] found, bool[] add, {OPERANDS}, Tensor[] saved, Tensor[] gradients,"
+        f" Tensor[] sum_gradients, Tensor? weight_gradients, {FORM}) -> ()"
     )
     for key in ("CPU", "CUDA"):
         operators.impl("depth_read", _forward, key)
         operators.impl("depth_read_backward", _backward, key)
     operators.impl("depth_read", _autograd, "Autograd")
     torch.library.register_fake("depthroute::depth_read", _shapes, lib=operators)
-    torch.library.register_fake("depthroute::depth_read_backward", _backward_shapes, lib=operators)
+    torch.library.register_fake("depthroute::depth_read_backward", lambda *_: None, lib=operators)
     return cast(torch.library.Library, operators)
 
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from depthroute.common.errors import RequestError
-from depthroute.ops import depth_attention
-from depthroute.residual.protocol import Body, Inputs, Residual, ResidualConfig, RoleInputs
+from depthroute.ops import DepthRead, depth_attention, hold
+from depthroute.residual.norm import fusible, normalised
+from depthroute.residual.protocol import Body, Inputs, Norm, Residual, ResidualConfig, RoleInputs
 from depthroute.residual.schedule import block_ends
 
 BLOCK_FIELDS = frozenset({"block", "layers_per_block", "num_blocks"})
@@ -40,6 +41,9 @@ class AttnResConfig(ResidualConfig):
 
     `first_read`: give the first site parameters although it can only read the embedding, as the role-decoupled paper counts them. They
     change nothing and their gradient is zero.
+
+    `phases`: read the closed blocks once for all sites of the open block, and merge the open partial sum at each site (Attention Residuals,
+    Algorithm 1). It changes speed, memory and rounding, nothing else.
     """
 
     name: ClassVar[str] = "attnres"
@@ -53,6 +57,7 @@ class AttnResConfig(ResidualConfig):
     key_gain: bool = True
     roles: Roles = "shared"
     first_read: bool = False
+    phases: bool = True
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -74,8 +79,18 @@ class AttnResConfig(ResidualConfig):
         return AttnRes(self, body)
 
 
+class Ahead(NamedTuple):
+    """Phase 1 of a site: its queries [1 or 2, R], gain folded in, and what they read from the closed sources."""
+
+    queries: Tensor
+    reads: tuple[DepthRead, ...]
+
+
 class Bank(NamedTuple):
     """The depth memory: closed sources (the embedding first) and the open block's partial sum, None when it is empty.
+
+    `ahead` holds phase 1 for the sites of the open block that have yet to merge its partial sum, the next one first; it is empty where
+    sites read everything by themselves.
 
     With projected keys each source has its key [..., R] beside it; the key of a block is the sum of its sub-layers' keys, since
     output and key come from one widened projection.
@@ -85,6 +100,7 @@ class Bank(NamedTuple):
     partial: Tensor | None
     closed_keys: tuple[Tensor, ...]
     partial_key: Tensor | None
+    ahead: tuple[Ahead, ...] = ()
 
     def sources(self) -> tuple[Tensor, ...]:
         return self.closed if self.partial is None else (*self.closed, self.partial)
@@ -131,7 +147,7 @@ class AttnRes(Residual):
         self.ends = block_ends(
             body.sublayers, block=config.block, layers_per_block=config.layers_per_block, num_blocks=config.num_blocks
         )
-        self._closes = frozenset(self.ends)
+        self._block = dict(zip((0, *self.ends[:-1]), self.ends, strict=True))  # where a block begins: where it ends
         first = 0 if config.first_read else 1
         self.sites = nn.ModuleDict(
             {
@@ -150,20 +166,21 @@ class AttnRes(Residual):
         return self.config.roles != "shared" and site % 2 == 0 and site < self.body.sublayers
 
     def open(self, embedding: Tensor) -> Bank:
-        keys = () if self.embedding_key is None else (self.embedding_key(embedding).to(embedding.dtype),)
-        return Bank((embedding,), None, keys, None)
+        keys = () if self.embedding_key is None else (hold(self.embedding_key(embedding).to(embedding.dtype)),)
+        return Bank((hold(embedding),), None, keys, None)
 
-    def read(self, memory: Bank, site: int) -> Inputs:
+    def read(self, memory: Bank, site: int, norm: Norm | None = None) -> Inputs:
+        roles = self._has_roles(site)
+        average = roles and self.config.roles == "average"
         if str(site) not in self.sites:  # the first read: one source, which any weights return as it is
             first = memory.closed[0]
-            return RoleInputs(first, first, first) if self._has_roles(site) and self.config.roles != "average" else first
-        mixed: Tensor | tuple[Tensor, ...] = depth_attention(memory.sources(), self._query(site), **self._scoring(memory, site))
-        if isinstance(mixed, Tensor):
-            return RoleInputs(mixed, mixed, mixed) if self._has_roles(site) else mixed
-        matching, content = mixed
-        if self.config.roles == "average":
-            return (matching + content) / 2
-        return RoleInputs(matching, matching, content)
+            return normalised(RoleInputs(first, first, first) if roles and not average else first, norm)
+        fused = None if average else fusible(norm, self.body.width)
+        reads = self._mixtures(memory, site, {} if fused is None else {"output_gain": fused.weight, "output_eps": fused.eps})
+        if average:
+            return normalised((reads[0] + reads[1]) / 2, norm)
+        mixed = RoleInputs(reads[0], reads[0], reads[-1]) if roles else reads[0]
+        return mixed if fused is not None else normalised(mixed, norm)
 
     def write(self, memory: Bank, site: int, output: Tensor, activation: Tensor | None = None) -> Bank:
         dtype = memory.closed[0].dtype
@@ -174,10 +191,46 @@ class AttnRes(Residual):
                 raise RequestError("projected keys need write(..., activation): what the sub-layer feeds its output projection.")
             key = self.key_projections[str(site)](activation).to(dtype)
             partial_key = key if memory.partial_key is None else memory.partial_key + key
-        if site + 1 not in self._closes:
-            return memory._replace(partial=partial, partial_key=partial_key)
-        keys = () if partial_key is None else (*memory.closed_keys, partial_key)
-        return Bank((*memory.closed, partial), None, keys, None)
+        if site + 1 not in self.ends:
+            ahead = memory.ahead if memory.partial is None else memory.ahead[1:]
+            return memory._replace(partial=partial, partial_key=partial_key, ahead=ahead)
+        keys = () if partial_key is None else (*memory.closed_keys, hold(partial_key))
+        bank = Bank((*memory.closed, hold(partial)), None, keys, None)
+        return bank._replace(ahead=self._read_ahead(bank, site + 1)) if self.config.phases else bank
+
+    def _read_ahead(self, memory: Bank, start: int) -> tuple[Ahead, ...]:
+        """Phase 1 of the block that begins at sub-layer `start`, for the sites that will have a partial sum to merge."""
+        sites = range(start + 1, self._block.get(start, start))
+        if not sites:
+            return ()
+        queries = [query for site in sites for query in self._queries(site)]
+        if self.config.key_gain:
+            gains = [self._site(site).key_gain for site in sites for _ in self._queries(site)]
+            folded = torch.stack(queries) * torch.stack([gain for gain in gains if gain is not None])
+        else:
+            folded = torch.stack(queries)
+        reads = depth_attention(
+            memory.closed, folded, keys=memory.keys(), key_norm=self.config.key_norm, eps=self.config.eps, return_statistics=True
+        )
+        assert isinstance(reads, tuple)
+        ahead = []
+        for of_site in folded.split([len(self._queries(site)) for site in sites]):
+            number = len(of_site)
+            ahead.append(Ahead(of_site, tuple(reads[:number])))
+            reads = reads[number:]
+        return tuple(ahead)
+
+    def _mixtures(self, memory: Bank, site: int, options: dict[str, Any]) -> tuple[Tensor, ...]:
+        """What the site's one or two queries read from all sources."""
+        options |= {"key_norm": self.config.key_norm, "eps": self.config.eps}
+        if memory.ahead and memory.partial is not None:
+            (queries, prior), key = memory.ahead[0], memory.partial_key
+            mixed = depth_attention([memory.partial], queries, keys=None if key is None else [key], prior=prior, **options)
+        else:
+            gain = self._site(site).key_gain
+            mixed = depth_attention(memory.sources(), torch.stack(self._queries(site)), keys=memory.keys(), key_gain=gain, **options)
+        assert isinstance(mixed, tuple)
+        return mixed
 
     def source_names(self, site: int) -> tuple[str, ...]:
         names = ["embedding"]
@@ -196,28 +249,25 @@ class AttnRes(Residual):
     def source_weights(self, memory: Bank, site: int) -> dict[str, Tensor]:
         if len(memory.sources()) == 1:
             return {}
-        query = self._query(site)
         with torch.no_grad():
-            weights = depth_attention(memory.sources(), query, return_weights=True, **self._scoring(memory, site)).weights
-        assert weights is not None
-        return {"shared": weights} if query.ndim == 1 else {"query_key": weights[0], "value": weights[1]}
+            reads = depth_attention(
+                memory.sources(), torch.stack(self._queries(site)), keys=memory.keys(), key_norm=self.config.key_norm,
+                key_gain=self._site(site).key_gain, eps=self.config.eps, return_weights=True,
+            )  # fmt: skip
+        weights = [read.weights for read in reads if isinstance(read, DepthRead) and read.weights is not None]
+        return {"shared": weights[0]} if len(weights) == 1 else {"query_key": weights[0], "value": weights[1]}
 
     def _site(self, site: int) -> Site:
         parameters = self.sites[str(site)]
         assert isinstance(parameters, Site)
         return parameters
 
-    def _query(self, site: int) -> Tensor:
-        """The route query of a site [R], or one for query-key and one for value [2, R]."""
+    def _queries(self, site: int) -> list[Tensor]:
+        """The route query of a site [R], or one for query-key and one for value."""
         parameters = self._site(site)
         if parameters.value_query is not None:
-            return torch.stack((parameters.query, parameters.value_query))
+            return [parameters.query, parameters.value_query]
         if self.config.roles == "frozen_value" and self._has_roles(site):
-            return torch.stack((parameters.query, torch.zeros_like(parameters.query)))
-        return parameters.query
+            return [parameters.query, torch.zeros_like(parameters.query)]
+        return [parameters.query]
 
-    def _scoring(self, memory: Bank, site: int) -> dict[str, Any]:
-        """How `depth_attention` scores the sources at a site."""
-        return {
-            "keys": memory.keys(), "key_norm": self.config.key_norm, "key_gain": self._site(site).key_gain, "eps": self.config.eps,
-        }  # fmt: skip

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from depthroute.residual.protocol import Body, Residual, ResidualConfig
+from depthroute.residual.norm import normalised
+from depthroute.residual.protocol import Body, Inputs, Norm, Residual, ResidualConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +27,8 @@ class PreNorm(Residual):
     def open(self, embedding: Tensor) -> Tensor:
         return embedding
 
-    def read(self, memory: Tensor, site: int) -> Tensor:
-        return memory
+    def read(self, memory: Tensor, site: int, norm: Norm | None = None) -> Inputs:
+        return normalised(memory, norm)
 
     def write(self, memory: Tensor, site: int, output: Tensor, activation: Tensor | None = None) -> Tensor:
         return memory + output.to(memory.dtype)

@@ -2,11 +2,12 @@
 
     memory = residual.open(embedding)
     for site, sublayer in enumerate(sublayers):                  # attention at even sites, MLP at odd ones
-        output, activation = sublayer(residual.read(memory, site))
+        output, activation = sublayer(residual.read(memory, site, sublayer.norm))
         memory = residual.write(memory, site, output, activation)
-    hidden = residual.close(memory)                              # the last read, before the final norm and the head
+    hidden = residual.close(memory, norm)                        # the last read, with the final norm, before the head
 
-A memory is an immutable pytree of tensors. `read` is pure. The method owns all its parameters, a group per site.
+A memory is an immutable pytree of tensors. `read` is pure. The method owns all its parameters, a group per site. The norm before a
+sub-layer belongs to the body; it is handed to the read, so that a method can apply it in the same pass, or somewhere else.
 
 Shapes: ... any leading dimensions (batch, tokens), D width, S sources.
 """
@@ -14,6 +15,7 @@ Shapes: ... any leading dimensions (batch, tokens), D width, S sources.
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,6 +32,7 @@ class RoleInputs(NamedTuple):
 
 
 Inputs = Tensor | RoleInputs
+Norm = Callable[[Tensor], Tensor]
 Memory = Any  # a pytree of tensors that only its own method looks into
 
 
@@ -88,8 +91,8 @@ class Residual(nn.Module, abc.ABC):
         """The memory of a new sequence, from the embedding [..., D]. Its dtype is the memory's dtype from then on."""
 
     @abc.abstractmethod
-    def read(self, memory: Memory, site: int) -> Inputs:
-        """The input of the sub-layer at `site` (before its norm): [..., D], or one tensor per role at attention sites."""
+    def read(self, memory: Memory, site: int, norm: Norm | None = None) -> Inputs:
+        """The input of the sub-layer at `site`, through its `norm` if there is one: [..., D], or one tensor per role at attention sites."""
 
     @abc.abstractmethod
     def write(self, memory: Memory, site: int, output: Tensor, activation: Tensor | None = None) -> Memory:
@@ -98,9 +101,9 @@ class Residual(nn.Module, abc.ABC):
         `activation` is what it fed its output projection; only methods with projected keys look at it.
         """
 
-    def close(self, memory: Memory) -> Tensor:
-        """The last read [..., D], before the final norm and the head."""
-        inputs = self.read(memory, self.body.sublayers)
+    def close(self, memory: Memory, norm: Norm | None = None) -> Tensor:
+        """The last read [..., D], through the final norm if there is one, before the head."""
+        inputs = self.read(memory, self.body.sublayers, norm)
         assert isinstance(inputs, Tensor)
         return inputs
 
