@@ -1,4 +1,7 @@
-"""A whole training step: routed arms over PreNorm, interleaved in one process. Three bodies: the first study's, one of width 256, shape S."""
+"""A whole training step: routed arms over PreNorm, interleaved in one process.
+
+Three bodies: the first study's, one of width 256, and shape S.
+"""
 
 from __future__ import annotations
 

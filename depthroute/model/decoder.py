@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from depthroute.common.errors import RequestError
 from depthroute.model.config import ModelConfig
-from depthroute.model.layers import Layer, Projection, Rotary, TokenEmbedding
+from depthroute.model.layers import MLP, Attention, Layer, Projection, Rotary, TokenEmbedding
 from depthroute.model.loss import LossSums, cross_entropy_sums, token_nll
 from depthroute.residual import Memory, RMSNorm
 
@@ -82,7 +82,7 @@ class Decoder(nn.Module):
             "embedding": self.embedding.weight.numel() + head,
         }
 
-    def _sublayers(self) -> list[nn.Module]:
+    def _sublayers(self) -> list[Attention | MLP]:
         return [getattr(layer, name) for layer in self.layers for name in ("attention", "mlp")]
 
     def _into_memory(self, embedding: Tensor) -> Tensor:

@@ -17,8 +17,17 @@ KeyNorm = Literal["slice", "full", "none"]
 Weighting = Literal["softmax", "sigmoid"]
 
 
+def unstacked(name: str, width: str, rows: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
+    """A list of rows [..., D] as it is, or the rows of one tensor [S, ..., D]."""
+    if not isinstance(rows, Tensor):
+        return rows
+    if rows.ndim < 2:
+        raise RequestError(f"stacked {name} have shape {tuple(rows.shape)}; they must be [S, ..., {width}].")
+    return rows.unbind(0)
+
+
 def check(
-    sources: Sequence[Tensor] | Tensor, query: Tensor, keys: Sequence[Tensor] | Tensor | None, heads: int, key_norm: str,
+    sources: Sequence[Tensor], query: Tensor, keys: Sequence[Tensor] | None, heads: int, key_norm: str,
     key_gain: Tensor | None, bias: Tensor | None, weighting: str, output_gain: Tensor | None, priors: Sequence[DepthRead], eps: float,
     output_eps: float, statistics: bool,
 ) -> torch.dtype:  # fmt: skip
@@ -71,9 +80,7 @@ def check(
     return dtype
 
 
-def _sources(sources: Sequence[Tensor] | Tensor) -> torch.dtype:
-    if isinstance(sources, Tensor):
-        raise RequestError(f"stacked sources have shape {tuple(sources.shape)}; they must be [S, ..., D].")
+def _sources(sources: Sequence[Tensor]) -> torch.dtype:
     if len(sources) == 0:
         raise RequestError("depth attention needs at least one source; the list is empty.")
     first = sources[0]
@@ -92,9 +99,7 @@ def _sources(sources: Sequence[Tensor] | Tensor) -> torch.dtype:
     return dtype
 
 
-def _keys(keys: Sequence[Tensor] | Tensor, sources: Sequence[Tensor] | Tensor, rank: int, key_norm: str) -> Mapping[str, Tensor]:
-    if isinstance(keys, Tensor):
-        raise RequestError(f"stacked keys have shape {tuple(keys.shape)}; they must be [S, ..., R].")
+def _keys(keys: Sequence[Tensor], sources: Sequence[Tensor], rank: int, key_norm: str) -> Mapping[str, Tensor]:
     if key_norm == "full":
         raise RequestError("key_norm = 'full' is for sliced keys; projected keys take 'slice', which is their own RMS, or 'none'.")
     if len(keys) != len(sources):

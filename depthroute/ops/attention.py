@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from depthroute.ops.arguments import KeyNorm, Weighting, check
+from depthroute.ops.arguments import KeyNorm, Weighting, check, unstacked
 from depthroute.ops.form import Form, Found, Operands, statistics_dtype
 from depthroute.ops.operator import read
 from depthroute.ops.reference import reference
@@ -99,13 +99,13 @@ def depth_attention(
         bias: [S] or [M, S], added to the scores. None: zero.
         weighting: "softmax" over the sources, or "sigmoid" of each score, not normalised (Attention Residuals, Table 4).
         output_gain: [D], RMS-normalises each output with this gain: the norm that a sub-layer puts before itself, in the same pass.
-        prior: an earlier read of other sources by the same query, with its statistics (M of them for [M, R]). The result is that of one read
-            of all the sources: closed sources are read once for many sites, and each site merges what is new (two-phase computation,
+        prior: an earlier read of other sources by the same query, with its statistics (M of them for [M, R]). The result is that of one
+            read of all the sources: closed sources are read once for many sites, and each site merges what is new (two-phase computation,
             Attention Residuals, Algorithm 1). It must come without `output_gain`. With the sigmoid its output is added.
         eps, output_eps: added to the mean square under the root of the key norm and of the output norm.
         return_weights, return_statistics: also return the weights of `sources`, and the maximum and sum of the softmax.
-        backend: "reference" is the definition; "native" the compiled C kernel for the CPU; "triton" the one for CUDA and ROCm; "compiled" the
-            same passes through Inductor; "auto" takes the device's own kernel where it can serve and the definition elsewhere.
+        backend: "reference" is the definition; "native" the compiled C kernel for the CPU; "triton" the one for CUDA and ROCm; "compiled"
+            the same passes through Inductor; "auto" takes the device's own kernel where it can serve and the definition elsewhere.
 
     Returns:
         A tensor [..., D] for a query [R], a tuple of M of them for [M, R]; `DepthRead`s in their place if more is asked for.
@@ -114,8 +114,7 @@ def depth_attention(
     Raises:
         RequestError: an argument that does not fit, named with its shape, dtype or device; or a named backend that cannot serve.
     """
-    sources = sources.unbind(0) if isinstance(sources, Tensor) and sources.ndim > 1 else sources
-    keys = keys.unbind(0) if isinstance(keys, Tensor) and keys.ndim > 1 else keys
+    sources, keys = unstacked("sources", "D", sources), None if keys is None else unstacked("keys", "R", keys)
     single = query.ndim == 1
     priors: Sequence[DepthRead] = () if prior is None else (prior,) if isinstance(prior, DepthRead) else prior
     dtype = check(

@@ -90,8 +90,9 @@ class Backend(Protocol):
         """Fill the M outputs and the scalars."""
 
     def backward(
-        self, operands: Operands, form: Form, saved: Saved, upstream: Upstream, into: Sequence[Tensor], add: Sequence[bool], found: Gradients
-    ) -> None:
+        self, operands: Operands, form: Form, saved: Saved, upstream: Upstream, into: Sequence[Tensor], add: Sequence[bool],
+        found: Gradients,
+    ) -> None:  # fmt: skip
         """Fill `found`, and write or add (`add`) the gradient of each source to `into`: in the rows' or in the statistics dtype.
 
         Where a tensor appears more than once in `into`, its gradients are added in order.

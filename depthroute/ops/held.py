@@ -9,7 +9,7 @@ graph comes to the node after all who read from it; then the sum takes the place
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,8 +32,8 @@ class Buffer:
         total += gradient
         found = total.to(gradient.dtype)
         if torch.is_grad_enabled():  # under create_graph: the reads cannot be differentiated twice, and the sum must say so too
-            refuse: Any = torch._C._functions.DelayedError
-            return refuse(b"depth attention: the native and triton kernels do not differentiate twice; use backend='reference'", 1)(found)
+            refusal: Any = torch._C._functions.DelayedError
+            found = refusal(b"depth attention: the native and triton kernels do not differentiate twice; use backend='reference'", 1)(found)
         return found
 
 
@@ -50,21 +50,22 @@ class Held(torch.autograd.Function):
         return gradient, None
 
 
-_NODE: Any = Held._backward_cls  # type: ignore[attr-defined]  # the class of the graph's nodes
+_NODE: Any = Held._backward_cls  # the class of the graph's nodes
 
 
 def hold(x: Tensor) -> Tensor:
     """`x` as a source of many reads: what they add to its gradient is summed in the statistics dtype and rounded once.
 
-    The read must see what `hold` returned, not a view or a cast of it. Inside `torch.compile` it is `x` itself: the compiler places the sums.
+    The read must see what `hold` returned, not a view or a cast of it. Inside `torch.compile` it is `x` itself: there the compiler places
+    the sums.
     """
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):
         return x
     apply: Any = Held.apply  # torch has no types for it
     buffer = Buffer()
-    found: Tensor = apply(x, buffer)
+    found: Any = apply(x, buffer)
     found.register_hook(buffer.take)
-    return found
+    return cast(Tensor, found)
 
 
 def held_by(source: Tensor) -> Buffer | None:

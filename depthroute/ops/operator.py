@@ -103,10 +103,11 @@ class _DepthRead(torch.autograd.Function):
             into, found, add, sources, keys, queries, bias, gain, prior, saved, outputs, sums, gradients[-4], *form, ctx.backend
         )
         of_keys, of_prior = found[:keyed], found[keyed:-3]
-        of_prior = [*of_prior[:count], *[None] * count, *of_prior[count:]] if prior and softmax else of_prior
+        of_maxima = [None] * count if prior and softmax else []
         *_, of_queries, of_bias, of_gain = found
         return (
-            *(None,) * 5, of_queries, None if bias is None else of_bias, None if gain is None else of_gain, *of_sources, *of_keys, *of_prior,
+            *(None,) * 5, of_queries, None if bias is None else of_bias, None if gain is None else of_gain, *of_sources, *of_keys,
+            *of_prior[:count], *of_maxima, *of_prior[count:],
         )  # fmt: skip
 
 

@@ -49,14 +49,15 @@ def _token_major(weights: Tensor) -> Tensor:
 def _scores(operands: Operands, form: Form) -> Tensor:
     sources, keys, queries, *_ = operands
     rank = queries.shape[-1]
-    grouped = queries.unflatten(-1, (form.heads, rank // form.heads))  # [M, H, R/H]
+    split = (form.heads, rank // form.heads)
+    grouped = queries.view(-1, *split)  # [M, H, R/H]
     scores = []
     for index, source in enumerate(sources):
         key = (keys[index] if keys else source[..., source.shape[-1] - rank :]).to(queries.dtype)
         if form.key_norm != "none":
             normalised_by = source.to(queries.dtype) if form.key_norm == "full" else key
             key = key * torch.rsqrt(normalised_by.square().mean(-1, keepdim=True) + form.eps)
-        scores.append(torch.einsum("...hr,mhr->...mh", key.unflatten(-1, (form.heads, rank // form.heads)), grouped))
+        scores.append(torch.einsum("...hr,mhr->...mh", key.reshape(*key.shape[:-1], *split), grouped))
     return torch.stack(scores)
 
 

@@ -10,7 +10,8 @@ Shapes: ... leading dimensions, D width, S sources, R key rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from itertools import islice
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -209,16 +210,14 @@ class AttnRes(Residual):
             folded = torch.stack(queries) * torch.stack([gain for gain in gains if gain is not None])
         else:
             folded = torch.stack(queries)
-        reads = depth_attention(
+        found = depth_attention(
             memory.closed, folded, keys=memory.keys(), key_norm=self.config.key_norm, eps=self.config.eps, return_statistics=True
         )
-        assert isinstance(reads, tuple)
-        ahead = []
-        for of_site in folded.split([len(self._queries(site)) for site in sites]):
-            number = len(of_site)
-            ahead.append(Ahead(of_site, tuple(reads[:number])))
-            reads = reads[number:]
-        return tuple(ahead)
+        reads = iter(cast("tuple[DepthRead, ...]", found))
+        numbers = [len(self._queries(site)) for site in sites]
+        return tuple(
+            Ahead(of_site, tuple(islice(reads, number))) for of_site, number in zip(torch.split(folded, numbers), numbers, strict=True)
+        )
 
     def _mixtures(self, memory: Bank, site: int, options: dict[str, Any]) -> tuple[Tensor, ...]:
         """What the site's one or two queries read from all sources."""
