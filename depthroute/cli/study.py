@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> None:
     study = matched_study(chosen, base, arms=arms, seeds=options.seeds)
     slow = kernel_unavailable()
     if slow and base.train.device != "cuda":
-        print(f"depth attention runs without its compiled CPU kernel and is slower: {slow}.", file=sys.stderr)
+        print(f"depth attention runs without its native kernel and is slower: {slow}.", file=sys.stderr)
     threads = base.train.threads
     workers = options.workers or (min(usable_processors() // threads, len(arms) * len(options.seeds)) if threads else 1)
     statistics = run_study(study, options.out, workers=max(1, workers))

@@ -2,14 +2,14 @@
 
 Without it every read would hand autograd a gradient of its own, rounded to the source's dtype, for autograd to add up.
 
-`hold(x)` returns x through a node of the autograd graph. The backward of a read finds the node's buffer behind a source and adds to it. The
-graph comes to the node after all who read from it; then the sum takes the place of its gradient, for hooks and `retain_grad` to see.
+`hold(x)` returns x with a second tensor behind it that reads use in its place. The backward of a read adds to the buffer of that tensor's node.
+The graph comes to the node after all who read, and then it hands the sum on as the gradient of what `hold` returned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,21 +24,9 @@ class Buffer:
         self.total: Tensor | None = None
         self.task = -1
 
-    def take(self, gradient: Tensor) -> Tensor:
-        """A hook on the node: `gradient`, what ordinary operations gave, with the sum of the reads."""
-        total, self.total = (self.total if self.task == _task() else None), None
-        if total is None:
-            return gradient
-        total += gradient
-        found = total.to(gradient.dtype)
-        if torch.is_grad_enabled():  # under create_graph: the reads cannot be differentiated twice, and the sum must say so too
-            refusal: Any = torch._C._functions.DelayedError
-            found = refusal(b"depth attention: the native and triton kernels do not differentiate twice; use backend='reference'", 1)(found)
-        return found
 
-
-class Held(torch.autograd.Function):
-    """The identity, with a buffer that hangs on its node."""
+class _Held(torch.autograd.Function):
+    """The identity, with a buffer that hangs on its node. What autograd brings is the zero of the first read, see `destinations`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, buffer: Buffer) -> Tensor:
@@ -46,35 +34,38 @@ class Held(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-_NODE: Any = Held._backward_cls  # the class of the graph's nodes
+    def backward(ctx: Any, zero: Tensor) -> tuple[Tensor, None]:
+        total, ctx.buffer.total = ctx.buffer.total, None
+        if total is None or ctx.buffer.task != _task():
+            return zero, None
+        total = total.to(zero.dtype)
+        # Under create_graph the zero knows that a read is not differentiated twice, and the sum must know it too.
+        return total + zero if torch.is_grad_enabled() else total, None
 
 
 def hold(x: Tensor) -> Tensor:
     """`x` as a source of many reads: what they add to its gradient is summed in the statistics dtype and rounded once.
 
-    The read must see what `hold` returned, not a view or a cast of it. Inside `torch.compile` it is `x` itself: there the compiler places
-    the sums.
+    The reads must be given what `hold` returned, not a view or a cast of it. Inside `torch.compile` it is `x` itself: there the compiler
+    places the sums.
     """
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    apply: Any = Held.apply  # torch has no types for it
+    apply: Any = _Held.apply  # torch has no types for it
     buffer = Buffer()
-    found: Any = apply(x, buffer)
-    found.register_hook(buffer.take)
-    return cast(Tensor, found)
+    seen: Any = x.view_as(x)
+    seen._depthroute_held = (apply(seen, buffer), buffer)
+    held: Tensor = seen
+    return held
 
 
-def held_by(source: Tensor) -> Buffer | None:
-    """The buffer of a source that `hold` returned, or None."""
-    node: Any = source.grad_fn
-    return node.buffer if isinstance(node, _NODE) else None
+def behind(source: Tensor) -> tuple[Tensor, Buffer | None]:
+    """The tensor that a read uses in place of a source, and its buffer; the source itself and None where it is not held."""
+    found: tuple[Tensor, Buffer | None] = getattr(source, "_depthroute_held", (source, None))
+    return found
 
 
-def destinations(sources: Sequence[Tensor], held: Sequence[Buffer | None]) -> tuple[list[Tensor], list[bool], list[Tensor | None]]:
+def destinations(sources: Sequence[Tensor], buffers: Sequence[Buffer | None]) -> tuple[list[Tensor], list[bool], list[Tensor | None]]:
     """Where a read's backward puts the gradients of its sources, whether it adds, and what autograd is given for each source.
 
     The first read of a held source gives autograd a zero without memory, so that the node has a gradient; the others give nothing.
@@ -83,7 +74,7 @@ def destinations(sources: Sequence[Tensor], held: Sequence[Buffer | None]) -> tu
     add: list[bool] = []
     given: list[Tensor | None] = []
     task = _task()
-    for source, buffer in zip(sources, held, strict=True):
+    for source, buffer in zip(sources, buffers, strict=True):
         if buffer is None:
             total = torch.empty(source.shape, dtype=source.dtype, device=source.device)
             fresh = True

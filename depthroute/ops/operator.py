@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from depthroute.ops.form import Form, Found, Gradients, Operands, Saved, Upstream, empty_gradients, empty_results
-from depthroute.ops.held import destinations, held_by
+from depthroute.ops.held import Buffer, behind, destinations
 from depthroute.ops.registry import BACKENDS
 
 OPERANDS = "Tensor[] sources, Tensor[] keys, Tensor queries, Tensor? bias, Tensor? output_gain, Tensor[] prior"
@@ -70,13 +70,13 @@ class _DepthRead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, number: int, keyed: int, form: Form, backend: str, held: Sequence[Any], queries: Tensor, bias: Tensor | None,
+        ctx: Any, number: int, keyed: int, form: Form, backend: str, buffers: Sequence[Buffer | None], queries: Tensor, bias: Tensor | None,
         gain: Tensor | None, *rows: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         sources, keys, prior = rows[:number], rows[number : number + keyed], rows[number + keyed :]
         with torch._C._AutoDispatchBelowAutograd():
             found = torch.ops.depthroute.depth_read(sources, keys, queries, bias, gain, prior, *form, backend)
-        ctx.number, ctx.keyed, ctx.form, ctx.backend, ctx.held = number, keyed, form, backend, held
+        ctx.number, ctx.keyed, ctx.form, ctx.backend, ctx.buffers = number, keyed, form, backend, buffers
         count = queries.shape[0]
         ctx.save_for_backward(queries, bias, gain, *rows, *found[count:])
         softmax = form.weighting == "softmax"
@@ -96,7 +96,7 @@ class _DepthRead(torch.autograd.Function):
         outputs = [sources[0].new_zeros(sources[0].shape) if g is None else g for g in gradients[:count]]
         of_sum = gradients[2 * count : 3 * count] if softmax and any(g is not None for g in gradients[2 * count : 3 * count]) else ()
         sums = [torch.zeros_like(saved[count + m]) if g is None else g for m, g in enumerate(of_sum)]
-        into, add, of_sources = destinations(sources, ctx.held)
+        into, add, of_sources = destinations(sources, ctx.buffers)
         empty = empty_gradients(Operands(sources, keys, queries, bias, gain, prior), form)
         found = [*empty.keys, *empty.prior, *empty[2:]]
         torch.ops.depthroute.depth_read_backward(
@@ -115,8 +115,8 @@ def _autograd(
     sources: list[Tensor], keys: list[Tensor], queries: Tensor, bias: Tensor | None, gain: Tensor | None, prior: list[Tensor], *given: Any
 ) -> list[Tensor]:
     apply: Any = _DepthRead.apply  # torch has no types for it
-    held = [held_by(source) for source in sources]
-    return list(apply(len(sources), len(keys), Form(*given[:5]), given[5], held, queries, bias, gain, *sources, *keys, *prior))
+    rows, buffers = zip(*map(behind, sources), strict=True)
+    return list(apply(len(sources), len(keys), Form(*given[:5]), given[5], buffers, queries, bias, gain, *rows, *keys, *prior))
 
 
 def _register() -> torch.library.Library:

@@ -172,16 +172,17 @@ class AttnRes(Residual):
 
     def read(self, memory: Bank, site: int, norm: Norm | None = None) -> Inputs:
         roles = self._has_roles(site)
-        average = roles and self.config.roles == "average"
-        if str(site) not in self.sites:  # the first read: one source, which any weights return as it is
-            first = memory.closed[0]
-            return normalised(RoleInputs(first, first, first) if roles and not average else first, norm)
+        average = roles and self.config.roles == "average"  # the norm comes after the average of two reads
         fused = None if average else fusible(norm, self.body.width)
-        reads = self._mixtures(memory, site, {} if fused is None else {"output_gain": fused.weight, "output_eps": fused.eps})
-        if average:
-            return normalised((reads[0] + reads[1]) / 2, norm)
-        mixed = RoleInputs(reads[0], reads[0], reads[-1]) if roles else reads[0]
-        return mixed if fused is not None else normalised(mixed, norm)
+        options: dict[str, Any] = {} if fused is None else {"output_gain": fused.weight, "output_eps": fused.eps}
+        if str(site) in self.sites:
+            reads = self._mixtures(memory, site, options)
+        else:  # the first read: one source, which any query returns as it is
+            first = memory.closed[0]
+            reads = (cast(Tensor, depth_attention([first], first.new_zeros(1), **options)),)
+        mixed = (reads[0] + reads[1]) / 2 if len(reads) > 1 and average else reads[0]
+        inputs = RoleInputs(mixed, mixed, reads[-1]) if roles and not average else mixed
+        return inputs if fused is not None else normalised(inputs, norm)
 
     def write(self, memory: Bank, site: int, output: Tensor, activation: Tensor | None = None) -> Bank:
         dtype = memory.closed[0].dtype
