@@ -122,7 +122,7 @@ def depth_attention(
     )  # fmt: skip
     serving_backend = serving(backend, sources[0].device, dtype)
     form = Form(heads, _resolved(key_norm, query, sources[0]), weighting, eps, output_eps)
-    operands = _operands(sources, query, keys, key_gain, bias, output_gain, priors, dtype, weighting, heads)
+    operands = _operands(sources, query, keys, key_gain, bias, output_gain, priors, dtype, weighting)
     found = reference(operands, form) if serving_backend == "reference" else read(operands, form, serving_backend)
     if not (return_weights or return_statistics):
         return found.outputs[0] if single else tuple(found.outputs)
@@ -137,7 +137,7 @@ def _resolved(key_norm: str, query: Tensor, source: Tensor) -> str:
 
 def _operands(
     sources: Sequence[Tensor], query: Tensor, keys: Sequence[Tensor] | None, key_gain: Tensor | None, bias: Tensor | None,
-    output_gain: Tensor | None, priors: Sequence[DepthRead], dtype: torch.dtype, weighting: str, heads: int,
+    output_gain: Tensor | None, priors: Sequence[DepthRead], dtype: torch.dtype, weighting: str,
 ) -> Operands:  # fmt: skip
     exact = statistics_dtype(dtype)
     queries = query.to(exact) if query.ndim == 2 else query.to(exact)[None]
@@ -148,7 +148,7 @@ def _operands(
     prior = [one.output.to(dtype) for one in priors]
     if weighting == "softmax":
         statistics = [*(one.max for one in priors), *(one.sum for one in priors)]
-        prior += [part.to(exact) if heads > 1 else part.to(exact).unsqueeze(-1) for part in statistics if part is not None]
+        prior += [part.to(exact) for part in statistics if part is not None]
     return Operands(
         sources=[source.to(dtype) for source in sources],
         keys=[key.to(dtype) for key in keys or ()],
@@ -165,5 +165,5 @@ def _described(found: Found, m: int, heads: int, number: int, weights: bool, sta
     return DepthRead(
         found.outputs[m],
         (of_sources[..., 0, :].movedim(-1, 0) if heads == 1 else of_sources.movedim((-2, -1), (0, 1))) if weights else None,
-        *((part[m][..., 0] if heads == 1 else part[m]) if statistics else None for part in (found.max, found.sum)),
+        *(part[m] if statistics else None for part in (found.max, found.sum)),
     )

@@ -27,6 +27,7 @@ class Operands(NamedTuple):
     """The tensors of a read. Sources, keys and prior outputs share one dtype and device; the rest is in the statistics dtype.
 
     `prior` is an earlier read of other sources by the same queries: M outputs [..., D] and, for the softmax, M maxima and M sums [..., H].
+    Of a single head the axis H is absent, as in all that users see; backends always get it.
     """
 
     sources: Sequence[Tensor]  # S x [..., D]
@@ -43,7 +44,10 @@ class Operands(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a read computes. `max` and `sum` describe the softmax's denominator, sum x exp(max); a sigmoid has neither."""
+    """What a read computes. `max` and `sum` describe the softmax's denominator, sum x exp(max); a sigmoid has neither.
+
+    Of a single head they have no axis H.
+    """
 
     outputs: Sequence[Tensor]  # M x [..., D]
     max: Sequence[Tensor]  # M x [..., H]; carries no gradient, and need not: see `sum`

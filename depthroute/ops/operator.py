@@ -23,17 +23,52 @@ FORM = "int heads, str key_norm, str weighting, float eps, float output_eps, str
 
 def read(operands: Operands, form: Form, backend: str) -> Found:
     """A read by a backend of the registry, with gradients for everything but the maxima."""
-    found = torch.ops.depthroute.depth_read(*map(_listed, operands), *form, backend)
+    if _watched(operands):
+        found = torch.ops.depthroute.depth_read(*map(_listed, operands), *form, backend)
+    else:
+        found = _autograd(*operands, *form, backend)
     outputs, saved = _unflatten(found, operands.count, form)
     return Found(outputs, saved.max, saved.sum, saved.weights)
+
+
+def _watched(operands: Operands) -> bool:
+    """Whether anyone looks at operators as they are called: a compiler, a mode, a transform, a profiler, a tensor of another kind.
+
+    If nobody does, a read goes by the dispatcher, which costs a small model as much as the arithmetic.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd._profiler_enabled()
+        or any(type(row) not in _PLAIN for row in (*operands.sources, operands.queries))
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _listed(operand: Any) -> Any:
     return list(operand) if isinstance(operand, tuple) else operand
 
 
-def _flatten(outputs: Sequence[Tensor], saved: Saved) -> list[Tensor]:
-    return [*outputs, *saved.max, *saved.sum, *saved[2:]]
+def _flatten(outputs: Sequence[Tensor], saved: Saved, form: Form) -> list[Tensor]:
+    """As the operator returns it: maxima and sums lose the axis of a single head here, where autograd does not count it as a step."""
+    statistics = (*saved.max, *saved.sum)
+    return [*outputs, *(part.squeeze(-1) if form.heads == 1 else part for part in statistics), *saved[2:]]
+
+
+def _with_heads(parts: Sequence[Tensor], form: Form) -> list[Tensor]:
+    """Maxima and sums [..., H], as backends know them."""
+    return [part.unsqueeze(-1) for part in parts] if form.heads == 1 else list(parts)
+
+
+def _operands(given: Sequence[Any], form: Form) -> Operands:
+    """The operator's first six arguments as backends know them."""
+    operands = Operands(*given)
+    count = operands.count
+    return operands._replace(prior=[*operands.prior[:count], *_with_heads(operands.prior[count:], form)])
 
 
 def _unflatten(found: Sequence[Tensor], count: int, form: Form) -> tuple[Sequence[Tensor], Saved]:
@@ -45,24 +80,29 @@ def _unflatten(found: Sequence[Tensor], count: int, form: Form) -> tuple[Sequenc
 
 def _forward(*given: Any) -> list[Tensor]:
     """M outputs [..., D], then the scalars of `Saved`, flat."""
-    operands, form, backend = Operands(*given[:6]), Form(*given[6:11]), given[11]
+    form, backend = Form(*given[6:11]), given[11]
+    operands = _operands(given[:6], form)
     outputs, saved = empty_results(operands, form)
     BACKENDS[backend].forward(operands, form, outputs, saved)
-    return _flatten(outputs, saved)
+    return _flatten(outputs, saved, form)
 
 
 def _shapes(*given: Any) -> list[Tensor]:
-    return _flatten(*empty_results(Operands(*given[:6]), Form(*given[6:11])))
+    form = Form(*given[6:11])
+    return _flatten(*empty_results(Operands(*given[:6]), form), form)
 
 
 def _backward(into: list[Tensor], found: list[Tensor], add: list[bool], *given: Any) -> None:
     """Puts the gradients of the sources into `into` and the others, laid out flat as in `Gradients`, into `found`."""
-    operands, scalars, outputs, sums, weights = Operands(*given[:6]), *given[6:10]
+    scalars, outputs, sums, weights = given[6:10]
     form, backend = Form(*given[10:15]), given[15]
-    _, saved = _unflatten([*outputs, *scalars], operands.count, form)
-    keyed = len(operands.keys)
-    gradients = Gradients(found[:keyed], found[keyed:-3], *found[-3:])
-    BACKENDS[backend].backward(operands, form, saved, Upstream(outputs, sums, weights), into, add, gradients)
+    operands = _operands(given[:6], form)
+    count, keyed = operands.count, len(operands.keys)
+    _, saved = _unflatten([*outputs, *scalars], count, form)
+    saved = saved._replace(max=_with_heads(saved.max, form), sum=_with_heads(saved.sum, form))
+    of_keys, of_prior, of_prior_sums = found[:keyed], found[keyed:-3][:count], _with_heads(found[keyed:-3][count:], form)
+    gradients = Gradients(of_keys, [*of_prior, *of_prior_sums], *found[-3:])
+    BACKENDS[backend].backward(operands, form, saved, Upstream(outputs, _with_heads(sums, form), weights), into, add, gradients)
 
 
 class _DepthRead(torch.autograd.Function):
@@ -74,8 +114,13 @@ class _DepthRead(torch.autograd.Function):
         gain: Tensor | None, *rows: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         sources, keys, prior = rows[:number], rows[number : number + keyed], rows[number + keyed :]
-        with torch._C._AutoDispatchBelowAutograd():
-            found = torch.ops.depthroute.depth_read(sources, keys, queries, bias, gain, prior, *form, backend)
+        operands = Operands(sources, keys, queries, bias, gain, prior)
+        ctx.watched = _watched(operands)
+        if ctx.watched:
+            with torch._C._AutoDispatchBelowAutograd():
+                found = torch.ops.depthroute.depth_read(*map(_listed, operands), *form, backend)
+        else:
+            found = _forward(*operands, *form, backend)
         ctx.number, ctx.keyed, ctx.form, ctx.backend, ctx.buffers = number, keyed, form, backend, buffers
         count = queries.shape[0]
         ctx.save_for_backward(queries, bias, gain, *rows, *found[count:])
@@ -99,7 +144,8 @@ class _DepthRead(torch.autograd.Function):
         into, add, of_sources = destinations(sources, ctx.buffers)
         empty = empty_gradients(Operands(sources, keys, queries, bias, gain, prior), form)
         found = [*empty.keys, *empty.prior, *empty[2:]]
-        torch.ops.depthroute.depth_read_backward(
+        run = torch.ops.depthroute.depth_read_backward if ctx.watched else _backward
+        run(
             into, found, add, sources, keys, queries, bias, gain, prior, saved, outputs, sums, gradients[-4], *form, ctx.backend
         )
         of_keys, of_prior = found[:keyed], found[keyed:-3]

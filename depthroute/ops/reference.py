@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -31,7 +32,7 @@ def reference(operands: Operands, form: Form) -> Found:
         largest = score.detach().amax(0)
         share: Tensor | None = None
         if prior:
-            prior_max, prior_sum = (torch.stack(list(part), -2) for part in (prior[count : 2 * count], prior[2 * count :]))
+            prior_max, prior_sum = (_stacked(part, form) for part in (prior[count : 2 * count], prior[2 * count :]))
             largest = torch.maximum(largest, prior_max.detach())
             share = prior_sum * torch.exp(prior_max.detach() - largest)
         exponentials = torch.exp(score - largest)
@@ -39,7 +40,13 @@ def reference(operands: Operands, form: Form) -> Found:
         weights = exponentials / total
         of_prior = [] if share is None else list((share / total).unbind(-2))
         outputs = _mixtures(operands, form, weights, of_prior, gain, dtype)
-    return Found(outputs, largest.unbind(-2), total.unbind(-2), _token_major(weights))
+    found = ([one.squeeze(-1) if form.heads == 1 else one for one in part.unbind(-2)] for part in (largest, total))
+    return Found(outputs, *found, _token_major(weights))
+
+
+def _stacked(parts: Sequence[Tensor], form: Form) -> Tensor:
+    """M tensors [..., H], or [...] for one head, as [..., M, H]."""
+    return torch.stack([part.unsqueeze(-1) if form.heads == 1 else part for part in parts], -2)
 
 
 def _token_major(weights: Tensor) -> Tensor:
