@@ -22,6 +22,7 @@ from depthroute.residual.norm import fusible, normalised
 from depthroute.residual.protocol import Body, Inputs, Norm, Residual, ResidualConfig, RoleInputs
 from depthroute.residual.schedule import block_ends
 
+READ_AHEAD_FROM = 3  # closed sources: fewer are read again at every site faster than they are merged there
 BLOCK_FIELDS = frozenset({"block", "layers_per_block", "num_blocks"})
 
 Roles = Literal["shared", "decoupled", "tied", "average", "frozen_value"]
@@ -43,8 +44,8 @@ class AttnResConfig(ResidualConfig):
     `first_read`: give the first site parameters although it can only read the embedding, as the role-decoupled paper counts them. They
     change nothing and their gradient is zero.
 
-    `phases`: read the closed blocks once for all sites of the open block, and merge the open partial sum at each site (Attention Residuals,
-    Algorithm 1). It changes speed, memory and rounding, nothing else.
+    `phases`: read the closed sources once for all sites of the open block, where there are three or more, and merge the open partial sum at
+    each site (Attention Residuals, Algorithm 1). It changes speed, memory and rounding, nothing else.
     """
 
     name: ClassVar[str] = "attnres"
@@ -203,7 +204,7 @@ class AttnRes(Residual):
     def _read_ahead(self, memory: Bank, start: int) -> tuple[Ahead, ...]:
         """Phase 1 of the block that begins at sub-layer `start`, for the sites that will have a partial sum to merge."""
         sites = range(start + 1, self._block.get(start, start))
-        if not sites:
+        if not sites or len(memory.closed) < READ_AHEAD_FROM:
             return ()
         queries = [query for site in sites for query in self._queries(site)]
         if self.config.key_gain:

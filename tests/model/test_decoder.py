@@ -100,12 +100,21 @@ def test_initial_values_have_the_models_spread() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it loads its compiler
-@pytest.mark.parametrize("residual", [PreNormConfig(), AttnResConfig(block=2, roles="decoupled")], ids=lambda residual: residual.name)
+@pytest.mark.parametrize(
+    "residual",
+    [PreNormConfig(), AttnResConfig(block=3, roles="decoupled"), AttnResConfig(num_blocks=2, rank=5, keys="projected", phases=False)],
+    ids=["prenorm", "attnres", "per site"],
+)
 def test_the_whole_decoder_compiles_as_one_graph(residual: Any) -> None:
+    """Forward and backward."""
     model, tokens = Decoder(shape(residual=residual)), torch.randint(17, (2, 8))
     initialise(model, 0)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    upstream = torch.randn(2, 8, 12)
+    expected, found = (torch.autograd.grad(go(tokens), list(model.parameters()), upstream) for go in (model, compiled))
     torch.testing.assert_close(compiled(tokens), model(tokens), rtol=1e-5, atol=1e-5)
+    for gradient, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max().item())
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,17 @@
-"""Tiny decoders in float64: three layers of width 12, every parameter from its name, route queries scattered on request."""
+"""Every method in turn, and tiny decoders in float64: three layers of width 12, every parameter from its name, the method's scattered
+on request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from depthroute.model import Decoder, ModelConfig
-from depthroute.residual import ResidualConfig
+from depthroute.residual import AttnResConfig, PreNormConfig, ResidualConfig, attnres
 from depthroute.train import initialise
 from depthroute.train.initialise import parameter_generator
 
@@ -18,25 +19,59 @@ LAYERS, WIDTH, VOCABULARY = 3, 12, 17
 
 Make = Callable[..., Decoder]
 
+CONFIGS: dict[str, ResidualConfig] = {
+    "prenorm": PreNormConfig(),
+    "full": AttnResConfig(),
+    "block": AttnResConfig(block=4),
+    "per site": AttnResConfig(block=4, phases=False),
+    "num_blocks": AttnResConfig(num_blocks=2, rank=5, key_gain=False),
+    "full norm": AttnResConfig(block=2, rank=5, key_norm="full"),
+    "projected": AttnResConfig(block=2, rank=5, keys="projected"),
+    "projected full": AttnResConfig(rank=5, keys="projected", roles="decoupled"),
+    "projected decoupled": AttnResConfig(block=3, rank=5, keys="projected", roles="decoupled"),
+    **{roles: AttnResConfig(block=3, roles=roles) for roles in ("decoupled", "tied", "average", "frozen_value")},
+}
 
-def scatter(model: Decoder, std: float = 1.0) -> None:
+
+@pytest.fixture(autouse=True)
+def read_ahead_in_small_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Phase 1 from one closed source on, so that tiny networks have it."""
+    monkeypatch.setattr(attnres, "READ_AHEAD_FROM", 1)
+
+
+@pytest.fixture(scope="session")
+def configs() -> dict[str, ResidualConfig]:
+    return CONFIGS
+
+
+@pytest.fixture(params=CONFIGS.values(), ids=CONFIGS)
+def config(request: pytest.FixtureRequest) -> ResidualConfig:
+    """Every method in turn."""
+    return request.param
+
+
+def scatter(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Random route queries, gains and projected keys, the same for the same name."""
     with torch.no_grad():
-        for name, parameter in model.residual.named_parameters():
+        for name, parameter in parameters:
             noise = torch.randn(parameter.shape, dtype=torch.float64, generator=parameter_generator(5, name))
-            parameter.copy_(1 + 0.3 * noise if name.endswith("key_gain") else std * noise)
+            parameter.copy_(1 + 0.3 * noise if name.endswith(("key_gain", "norm.weight")) else noise)
 
 
 @pytest.fixture(scope="session")
 def decoder() -> Make:
-    """`decoder(residual, scattered=True, **model fields)`; large initial values, so that no sub-layer is negligible."""
+    """`decoder(residual, scattered=True, **model fields)`; large initial values, and no two norms alike: nothing is negligible.
+
+    `scattered`: random values for what the method owns, in place of its initial ones.
+    """
 
     def make(residual: ResidualConfig, *, scattered: bool = True, dtype: torch.dtype = torch.float64, **fields: Any) -> Decoder:
         shape = {"vocabulary": VOCABULARY, "width": WIDTH, "layers": LAYERS, "heads": 2, "mlp_width": 20, "context": 8, "init_std": 0.4}
         model = Decoder(ModelConfig(**shape | fields, residual=residual))
         initialise(model, 0)
+        scatter((name, gain) for name, gain in model.named_parameters() if name.endswith("norm.weight"))
         if scattered:
-            scatter(model)
+            scatter(model.residual.named_parameters())
         return model.to(dtype)
 
     return make
@@ -46,6 +81,18 @@ def decoder() -> Make:
 def tokens() -> Tensor:
     """[2, 9]: inputs and targets of two sequences."""
     return torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture(scope="session")
+def watch() -> Callable[[Decoder, Tensor], dict[int, Any]]:
+    """The memory before every read."""
+
+    def go(model: Decoder, tokens: Tensor) -> dict[int, Any]:
+        seen: dict[int, Any] = {}
+        model(tokens, observe=lambda site, memory: seen.update({site: memory}))
+        return seen
+
+    return go
 
 
 @pytest.fixture(scope="session")

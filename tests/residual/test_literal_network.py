@@ -28,8 +28,8 @@ def lr_attnres(model: Decoder, x: Tensor, r: int, N: int | None) -> Tensor:
     """Low-Rank AttnRes, Appendix H; the norms are the sub-layers' own. The query of read t is that of site t."""
     sublayers = []
     for layer in model.layers:
-        sublayers.append(lambda h, attention=layer.attention: attention(h, model.rotary).output)
-        sublayers.append(lambda h, mlp=layer.mlp: mlp(h).output)
+        sublayers.append(lambda h, attention=layer.attention: attention(attention.norm(h), model.rotary).output)
+        sublayers.append(lambda h, mlp=layer.mlp: mlp(mlp.norm(h)).output)
     queries = [model.residual.sites[str(t)].query for t in range(1, len(sublayers) + 1)]
     M = len(sublayers)
     N = M if N is None else min(N, M)
@@ -96,7 +96,10 @@ def test_roles_and_keys_are_the_papers_equations(decoder: Make, tokens: Tensor, 
         if site == 6:
             break
         layer = model.layers[site // 2]
-        output, activation = layer.attention(inputs, model.rotary) if site % 2 == 0 else layer.mlp(inputs.query)
+        if site % 2 == 0:
+            output, activation = layer.attention(RoleInputs(*(layer.attention.norm(x) for x in inputs)), model.rotary)
+        else:
+            output, activation = layer.mlp(layer.mlp.norm(inputs.query))
         outputs.append(output)
         projection = residual.key_projections[str(site)] if keys == "projected" else None
         output_keys.append(key_of(output, projection, activation))

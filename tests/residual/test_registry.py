@@ -17,6 +17,7 @@ BASE = AttnResConfig(layers_per_block=4, rank=32, key_norm="full", key_gain=Fals
         ("full", AttnResConfig()),
         ("block:8", AttnResConfig(block=8)),
         ("block,num_blocks=4", AttnResConfig(num_blocks=4)),
+        ("block:8,phases=false", AttnResConfig(block=8, phases=False)),
         ("rd", AttnResConfig(roles="decoupled")),
         ("rd:8,rank=64", AttnResConfig(block=8, roles="decoupled", rank=64)),
         ("rd-tied:2", AttnResConfig(block=2, roles="tied")),
