@@ -14,7 +14,8 @@
 
 #include <stdlib.h>
 
-enum { MAX_CHUNKS = 256, CACHE_BYTES = 24 << 20 };
+/* Tokens are worked on TOGETHER, so that one need not wait for the square roots and exponentials of the other. */
+enum { MAX_CHUNKS = 256, CACHE_BYTES = 24 << 20, TOGETHER = 2 };
 
 /* Tokens a chunk: at least 16, and at most MAX_CHUNKS chunks. */
 static i64 chunk_tokens(i64 tokens) {
@@ -106,29 +107,30 @@ void NAME(depth_forward)(OPERANDS, ACC *const *prior_max, const ACC *bias, doubl
     for (i64 c = 0; c < chunks; c++) {
       const i64 end = smaller((c + 1) * chunk, N), ahead = NAME(tokens_ahead)(D);
       const STORE *rows[W];
-      i64 next[W]; /* how far ahead a row is asked for, in its first look */
-      if (prior) next[S] = 0;
-      for (i64 t = c * chunk; t < end; t++) {
-        for (i64 s = 0; s < S; s++) {
-          const STORE *row = rows[s] = sources[s] + t * source_strides[s];
-          next[s] = t + ahead < end ? ahead * source_strides[s] : 0;
-          const STORE *key = keys ? keys[s] + t * key_strides[s] : row + (D - R);
-          ACC *score = scores + t * M * H * S + s;
-          ACC square = 0;
-          for (i64 h = 0; h < H; h++)
-            square += NAME(dots_and_squares)(key + h * Rh, queries + h * Rh, R, Rh, M, score + h * S, H * S, whole ? next[s] : 0);
-          if (!key_norm) continue;
-          const int full = key_norm == KEY_NORM_FULL;
-          if (full) square += NAME(sum_of_squares)(row, D - R);
-          const ACC r = rstd[t * S + s] = 1 / SQRT(square / (full ? D : R) + (ACC)eps);
-          for (i64 i = 0; i < M * H; i++) score[i * S] *= r;
-        }
-        for (i64 m = 0; m < M; m++) {
-          ACC *weight = weights + (t * M + m) * H * W;
-          if (prior) rows[S] = prior[m] + t * prior_strides[m];
-          for (i64 h = 0; h < H; h++) {
-            const ACC *score = scores + ((t * M + m) * H + h) * S;
-            ACC *p = weight + h * W, largest = -INFINITY, total = 0;
+      i64 later[W]; /* how far ahead a row is asked for, in the first look that sees all of it */
+      if (prior) later[S] = 0;
+      for (i64 begin = c * chunk; begin < end; begin += TOGETHER) {
+        const i64 stop = smaller(begin + TOGETHER, end);
+        for (i64 t = begin; t < stop; t++)
+          for (i64 s = 0; s < S; s++) {
+            const STORE *row = sources[s] + t * source_strides[s];
+            const STORE *key = keys ? keys[s] + t * key_strides[s] : row + (D - R);
+            const i64 next = whole && t + ahead < end ? ahead * source_strides[s] : 0;
+            ACC *score = scores + t * M * H * S + s;
+            ACC square = 0;
+            for (i64 h = 0; h < H; h++)
+              square += NAME(dots_and_squares)(key + h * Rh, queries + h * Rh, R, Rh, M, score + h * S, H * S, next);
+            if (!key_norm) continue;
+            const int full = key_norm == KEY_NORM_FULL;
+            if (full) square += NAME(sum_of_squares)(row, D - R);
+            const ACC r = rstd[t * S + s] = 1 / SQRT(square / (full ? D : R) + (ACC)eps);
+            for (i64 i = 0; i < M * H; i++) score[i * S] *= r;
+          }
+        for (i64 t = begin; t < stop; t++)
+          for (i64 i = 0; i < M * H; i++) {
+            const i64 m = i / H, at = t * H + i % H;
+            const ACC *score = scores + (t * M * H + i) * S;
+            ACC *p = weights + (t * M * H + i) * W, largest = -INFINITY, total = 0;
             for (i64 s = 0; s < S; s++) p[s] = score[s] + (bias ? bias[m * S + s] : 0);
             if (sigmoid) {
               for (i64 s = 0; s < S; s++) p[s] = 1 / (1 + EXP(-p[s]));
@@ -136,22 +138,32 @@ void NAME(depth_forward)(OPERANDS, ACC *const *prior_max, const ACC *bias, doubl
               continue;
             }
             for (i64 s = 0; s < S; s++) largest = p[s] > largest ? p[s] : largest;
-            if (prior && prior_max[m][t * H + h] > largest) largest = prior_max[m][t * H + h];
+            if (prior && prior_max[m][at] > largest) largest = prior_max[m][at];
             for (i64 s = 0; s < S; s++) total += p[s] = EXP(p[s] - largest);
-            if (prior) total += p[S] = prior_sum[m][t * H + h] * EXP(prior_max[m][t * H + h] - largest);
+            if (prior) total += p[S] = prior_sum[m][at] * EXP(prior_max[m][at] - largest);
             for (i64 w = 0; w < W; w++) p[w] /= total;
-            maxima[m][t * H + h] = largest;
-            sums[m][t * H + h] = total;
+            maxima[m][at] = largest;
+            sums[m][at] = total;
           }
-          STORE *out = outputs[m] + t * D;
-          if (!gain) {
-            MIXTURE(NAME(combine), out, how, m || whole ? 0 : next);
-            continue;
+        for (i64 t = begin; t < stop; t++) {
+          for (i64 s = 0; s < S; s++) {
+            rows[s] = sources[s] + t * source_strides[s];
+            later[s] = t + ahead < end ? ahead * source_strides[s] : 0;
           }
-          MIXTURE(NAME(combine_exact), mixture, WRITE, m || whole ? 0 : next);
-          const ACC r = 1 / SQRT(EXACT(sum_of_squares)(mixture, D) / D + (ACC)output_eps);
-          output_rstd[t * M + m] = r;
-          NAME(scale)(out, r, mixture, gain, D);
+          for (i64 m = 0; m < M; m++) {
+            const ACC *weight = weights + (t * M + m) * H * W;
+            const i64 *next = m == 0 && !whole ? later : 0;
+            if (prior) rows[S] = prior[m] + t * prior_strides[m];
+            STORE *out = outputs[m] + t * D;
+            if (!gain) {
+              MIXTURE(NAME(combine), out, how, next);
+              continue;
+            }
+            MIXTURE(NAME(combine_exact), mixture, WRITE, next);
+            const ACC r = 1 / SQRT(EXACT(sum_of_squares)(mixture, D) / D + (ACC)output_eps);
+            output_rstd[t * M + m] = r;
+            NAME(scale)(out, r, mixture, gain, D);
+          }
         }
       }
       if (how == STREAM) end_of_stream();
