@@ -104,14 +104,14 @@ def test_gradients_of_the_memory_can_be_looked_at(
         seen = watch(model, tokens[:, :-1])
         sources = list(seen[6].closed) if isinstance(config, AttnResConfig) else list(seen.values())
         objective = (model.residual.close(seen[6], model.norm) * torch.arange(12)).sum()
-        # One at a time: torch captures a gradient before hooks where the tensor's own node has to run too.
         direct = [torch.autograd.grad(objective, source, retain_graph=True)[0] for source in sources]
+        together = list(torch.autograd.grad(objective, sources, retain_graph=True))  # here the nodes of all but the first run too
         hooked: dict[int, Tensor] = {}
         for number, source in enumerate(sources):
             source.retain_grad()
             source.register_hook(lambda gradient, number=number: hooked.update({number: gradient}))
         objective.backward()
-        return [direct, [source.grad for source in sources], [hooked[number] for number in range(len(sources))]]
+        return [direct, together, [source.grad for source in sources], [hooked[number] for number in range(len(sources))]]
 
     found = looked_at()
     monkeypatch.setattr(attnres, "hold", lambda x: x.view_as(x))
