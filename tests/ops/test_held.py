@@ -140,7 +140,7 @@ def test_the_held_tensor_has_a_gradient_of_its_own(backend: str) -> None:
     (expected,) = torch.autograd.grad(sites(x, y, queries, backend) + x.square().sum(), x)
     held_x, seen = hold(x), list[Tensor]()
     loss = sites(held_x, y, queries, backend) + held_x.square().sum()
-    found = torch.autograd.grad(loss, held_x, retain_graph=True)
+    found = [*torch.autograd.grad(loss, held_x, retain_graph=True), *torch.autograd.grad(loss, (held_x, x), retain_graph=True)]
     held_x.register_hook(seen.append)
     held_x.retain_grad()
     loss.backward()
