@@ -45,10 +45,10 @@ class Decoder(nn.Module):
             raise RequestError(f"a sequence of {tokens.shape[-1]} tokens is longer than model.context = {self.config.context}.")
         residual = self.residual
         memory = residual.open(self._into_memory(self.embedding(tokens)))
-        for site, sublayer in enumerate(self._sublayers()):
+        for site, (norm, sublayer) in enumerate(self._sublayers()):
             if observe is not None:
                 observe(site, memory)
-            inputs = residual.read(memory, site, sublayer.norm)
+            inputs = residual.read(memory, site, norm)
             output, activation = sublayer(inputs, self.rotary) if site % 2 == 0 else sublayer(inputs)
             memory = residual.write(memory, site, output, activation)
         if observe is not None:
@@ -82,8 +82,9 @@ class Decoder(nn.Module):
             "embedding": self.embedding.weight.numel() + head,
         }
 
-    def _sublayers(self) -> list[Attention | MLP]:
-        return [getattr(layer, name) for layer in self.layers for name in ("attention", "mlp")]
+    def _sublayers(self) -> list[tuple[RMSNorm, Attention | MLP]]:
+        """Every sub-layer with the norm before it, from the bottom up."""
+        return [(getattr(layer, f"{name}_norm"), getattr(layer, name)) for layer in self.layers for name in ("attention", "mlp")]
 
     def _into_memory(self, embedding: Tensor) -> Tensor:
         kind = embedding.device.type

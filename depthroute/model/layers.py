@@ -1,6 +1,6 @@
 """The sub-layers of the decoder, with no knowledge of how they are connected.
 
-A sub-layer owns the norm that comes before it and takes inputs that have passed it: the residual method applies it as it reads.
+A sub-layer takes inputs that have passed the norm before it: the residual method applies it as it reads.
 
 Shapes: B batch, T tokens, D width, H heads, K key-value heads, E head width, F MLP width.
 """
@@ -84,7 +84,6 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.key_value_heads, self.head_width = config.heads, config.resolved_key_value_heads, config.resolved_head_width
         inner, key_value = self.heads * self.head_width, self.key_value_heads * self.head_width
-        self.norm = RMSNorm(config.width, eps=config.norm_eps)
         self.query = Projection(config.width, inner, config.init_std)
         self.key = Projection(config.width, key_value, config.init_std)
         self.value = Projection(config.width, key_value, config.init_std)
@@ -114,7 +113,6 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.norm = RMSNorm(config.width, eps=config.norm_eps)
         self.gate = Projection(config.width, config.mlp_width, config.init_std)
         self.up = Projection(config.width, config.mlp_width, config.init_std)
         self.down = Projection(config.mlp_width, config.width, config.init_std)
@@ -125,9 +123,15 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """One attention and one MLP sub-layer."""
+    """One attention and one MLP sub-layer, each with the norm before it.
+
+    The norms are beside the sub-layers, not in them: they run where the residual method reads, so what gathers or recomputes a sub-layer by
+    itself must not own them.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.attention_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.attention = Attention(config)
+        self.mlp_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.mlp = MLP(config)

@@ -72,6 +72,8 @@ def check(
     for name, tensor in {**given, "key_gain": key_gain, "bias": bias, "output_gain": output_gain}.items():
         if tensor is not None and not tensor.is_floating_point():
             raise RequestError(f"{name} has dtype {tensor.dtype}; it must be floating point.")
+        if tensor is not None and hasattr(tensor, "full_tensor"):
+            raise RequestError(f"{name} is a DTensor, of which this rank holds a part; hand in a whole tensor: gather it before the read.")
         if tensor is not None and tensor.device != first.device:
             raise RequestError(f"{name} is on {tensor.device}, source 0 on {first.device}; move them to one device.")
     for name, value in (("eps", eps), ("output_eps", output_eps)):

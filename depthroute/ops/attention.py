@@ -126,7 +126,7 @@ def depth_attention(
     found = reference(operands, form) if serving_backend == "reference" else read(operands, form, serving_backend)
     if not (return_weights or return_statistics):
         return found.outputs[0] if single else tuple(found.outputs)
-    reads = tuple(_described(found, m, heads, len(sources), return_weights, return_statistics) for m in range(operands.count))
+    reads = tuple(_described(found, m, heads, len(sources), return_weights, return_statistics) for m in range(operands.reads))
     return reads[0] if single else reads
 
 

@@ -38,8 +38,8 @@ class Operands(NamedTuple):
     prior: Sequence[Tensor]
 
     @property
-    def count(self) -> int:
-        """M."""
+    def reads(self) -> int:
+        """M: a query makes one."""
         return self.queries.shape[0]
 
 
@@ -110,7 +110,7 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def empty_results(operands: Operands, form: Form) -> tuple[list[Tensor], Saved]:
     """Outputs and scalars of a forward, to be filled."""
-    sources, count = operands.sources, operands.count
+    sources, count = operands.sources, operands.reads
     first, number = sources[0], len(sources)
     lead, dtype = first.shape[:-1], operands.queries.dtype
     softmax = form.weighting == "softmax"
@@ -134,7 +134,7 @@ def empty_results(operands: Operands, form: Form) -> tuple[list[Tensor], Saved]:
 
 def empty_gradients(operands: Operands, form: Form) -> Gradients:
     """Gradients of a backward, to be filled."""
-    queries, gain, count = operands.queries, operands.output_gain, operands.count
+    queries, gain, count = operands.queries, operands.output_gain, operands.reads
     of_prior = [*operands.prior[:count], *operands.prior[2 * count :]]
     return Gradients(
         keys=[key.new_empty(key.shape) for key in operands.keys],

@@ -39,7 +39,7 @@ def forward(operands: Operands, form: Form, outputs: Sequence[Tensor], saved: Sa
     """As `form.Backend.forward`."""
     operands, strides = _rows(operands)
     bias = None if operands.bias is None else operands.bias.contiguous()
-    prior_max = _addresses(operands.prior[operands.count : 2 * operands.count])
+    prior_max = _addresses(operands.prior[operands.reads : 2 * operands.reads])
     _function("depth_forward", operands)(
         *_common(operands, form, strides), prior_max, _address(bias), form.eps, form.output_eps, _addresses(outputs),
         _addresses(saved.max), _addresses(saved.sum), *map(_address, saved[2:]),
@@ -66,7 +66,7 @@ def backward(
 def _rows(operands: Operands) -> tuple[Operands, list[list[int]]]:
     """The operands with every row reachable by one stride, and the strides of sources, keys and prior outputs."""
     sources, keys, queries, bias, gain, prior = operands
-    count = operands.count
+    count = operands.reads
     parts = [[_strided(row) for row in rows] for rows in (sources, keys, prior[:count])]
     strides = [[stride for _, stride in part] for part in parts]
     sources, keys, outputs = ([row for row, _ in part] for part in parts)

@@ -26,8 +26,8 @@ def read(operands: Operands, form: Form, backend: str) -> Found:
     if _watched(operands):
         found = torch.ops.depthroute.depth_read(*map(_listed, operands), *form, backend)
     else:
-        found = _autograd(*operands, *form, backend)
-    outputs, saved = _unflatten(found, operands.count, form)
+        found = _autograd(*map(_listed, operands), *form, backend)
+    outputs, saved = _unflatten(found, operands.reads, form)
     return Found(outputs, saved.max, saved.sum, saved.weights)
 
 
@@ -41,7 +41,7 @@ def _watched(operands: Operands) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd._profiler_enabled()
+        or torch._C._autograd._profiler_enabled()
         or any(type(row) not in _PLAIN for row in (*operands.sources, operands.queries))
     )
 
@@ -67,7 +67,7 @@ def _with_heads(parts: Sequence[Tensor], form: Form) -> list[Tensor]:
 def _operands(given: Sequence[Any], form: Form) -> Operands:
     """The operator's first six arguments as backends know them."""
     operands = Operands(*given)
-    count = operands.count
+    count = operands.reads
     return operands._replace(prior=[*operands.prior[:count], *_with_heads(operands.prior[count:], form)])
 
 
@@ -97,7 +97,7 @@ def _backward(into: list[Tensor], found: list[Tensor], add: list[bool], *given: 
     scalars, outputs, sums, weights = given[6:10]
     form, backend = Form(*given[10:15]), given[15]
     operands = _operands(given[:6], form)
-    count, keyed = operands.count, len(operands.keys)
+    count, keyed = operands.reads, len(operands.keys)
     _, saved = _unflatten([*outputs, *scalars], count, form)
     saved = saved._replace(max=_with_heads(saved.max, form), sum=_with_heads(saved.sum, form))
     of_keys, of_prior, of_prior_sums = found[:keyed], found[keyed:-3][:count], _with_heads(found[keyed:-3][count:], form)

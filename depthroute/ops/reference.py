@@ -40,13 +40,16 @@ def reference(operands: Operands, form: Form) -> Found:
         weights = exponentials / total
         of_prior = [] if share is None else list((share / total).unbind(-2))
         outputs = _mixtures(operands, form, weights, of_prior, gain, dtype)
-    found = ([one.squeeze(-1) if form.heads == 1 else one for one in part.unbind(-2)] for part in (largest, total))
-    return Found(outputs, *found, _token_major(weights))
+    return Found(outputs, _unstacked(largest, form), _unstacked(total, form), _token_major(weights))
 
 
 def _stacked(parts: Sequence[Tensor], form: Form) -> Tensor:
     """M tensors [..., H], or [...] for one head, as [..., M, H]."""
     return torch.stack([part.unsqueeze(-1) if form.heads == 1 else part for part in parts], -2)
+
+
+def _unstacked(part: Tensor, form: Form) -> list[Tensor]:
+    return [one.squeeze(-1) if form.heads == 1 else one for one in part.unbind(-2)]
 
 
 def _token_major(weights: Tensor) -> Tensor:

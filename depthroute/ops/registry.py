@@ -19,7 +19,6 @@ BACKENDS: dict[str, Backend] = {"compiled": compiled, "native": native, "triton"
 AUTOMATIC = {"cpu": ("native",), "cuda": ("triton",)}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # decided while a model is traced, not traced
 def serving(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """The name of the backend that serves a read of `dtype` rows on `device`; warns once where a device's own backend is missing.
 
@@ -42,6 +41,10 @@ def serving(name: str, device: torch.device, dtype: torch.dtype) -> str:
     for candidate, refusal in refusals:
         _say_slower(candidate, str(refusal))
     return "reference"
+
+
+# Decided while a model is traced, not traced. What `torch.compiler.assume_constant_result` sets, without loading the compiler.
+serving._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=8)

@@ -1,10 +1,10 @@
 """The one protocol behind which every way of connecting sub-layers stands.
 
     memory = residual.open(embedding)
-    for site, sublayer in enumerate(sublayers):                  # attention at even sites, MLP at odd ones
-        output, activation = sublayer(residual.read(memory, site, sublayer.norm))
+    for site, (norm, sublayer) in enumerate(sublayers):          # attention at even sites, MLP at odd ones
+        output, activation = sublayer(residual.read(memory, site, norm))
         memory = residual.write(memory, site, output, activation)
-    hidden = residual.close(memory, norm)                        # the last read, with the final norm, before the head
+    hidden = residual.close(memory, final_norm)                  # the last read, before the head
 
 A memory is an immutable pytree of tensors. `read` is pure. The method owns all its parameters, a group per site. The norm before a
 sub-layer belongs to the body; it is handed to the read, so that a method can apply it in the same pass, or somewhere else.

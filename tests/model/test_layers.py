@@ -51,12 +51,10 @@ def test_attention_is_a_loop_over_heads_and_tokens(fields: dict[str, Any]) -> No
     attention = filled(Attention(config))
     for_query, for_key, for_value = (torch.randn(1, 5, 12, dtype=torch.float64) for _ in range(3))
     width, group = config.resolved_head_width, config.heads // config.resolved_key_value_heads
-    normed = RoleInputs(*(attention.norm(x) for x in (for_query, for_key, for_value)))
-    found = attention(normed, Rotary(width, 8, config.rope_base))
+    found = attention(RoleInputs(for_query, for_key, for_value), Rotary(width, 8, config.rope_base))
 
     def project(x: Tensor, projection: torch.nn.Linear, t: int, head: int) -> Tensor:
-        normed = literal_norm(x[0, t], attention.norm.weight, config.norm_eps)
-        return (projection.weight @ normed)[head * width : (head + 1) * width]
+        return (projection.weight @ x[0, t])[head * width : (head + 1) * width]
 
     rows = []
     for t in range(5):
@@ -84,10 +82,9 @@ def test_attention_is_a_loop_over_heads_and_tokens(fields: dict[str, Any]) -> No
 def test_mlp_is_swiglu() -> None:
     mlp = filled(MLP(shape()))
     x = torch.randn(1, 1, 12, dtype=torch.float64)
-    normed = literal_norm(x[0, 0], mlp.norm.weight, 1e-6)
-    gate, up = mlp.gate.weight @ normed, mlp.up.weight @ normed
+    gate, up = mlp.gate.weight @ x[0, 0], mlp.up.weight @ x[0, 0]
     activation = gate / (1 + (-gate).exp()) * up
-    found = mlp(mlp.norm(x))
+    found = mlp(x)
     torch.testing.assert_close(found.activation[0, 0], activation)
     torch.testing.assert_close(found.output[0, 0], mlp.down.weight @ activation)
 
@@ -125,9 +122,3 @@ def test_one_input_is_every_roles() -> None:
     assert torch.equal(attention(RoleInputs(x, x.clone(), x.clone()), rotary).output, one)
     for roles in (RoleInputs(y, x, x), RoleInputs(x, y, x), RoleInputs(x, x, y)):
         assert (attention(roles, rotary).output - one).abs().max() > 1e-2
-
-
-def test_sub_layers_leave_their_norm_to_who_reads() -> None:
-    for sublayer, inputs in ((filled(Attention(shape())), (Rotary(6, 8, 1e4),)), (filled(MLP(shape())), ())):
-        sublayer.norm.register_forward_hook(lambda *_: pytest.fail("normalised again"))
-        sublayer(torch.randn(1, 4, 12, dtype=torch.float64), *inputs)

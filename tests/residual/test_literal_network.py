@@ -28,8 +28,8 @@ def lr_attnres(model: Decoder, x: Tensor, r: int, N: int | None) -> Tensor:
     """Low-Rank AttnRes, Appendix H; the norms are the sub-layers' own. The query of read t is that of site t."""
     sublayers = []
     for layer in model.layers:
-        sublayers.append(lambda h, attention=layer.attention: attention(attention.norm(h), model.rotary).output)
-        sublayers.append(lambda h, mlp=layer.mlp: mlp(mlp.norm(h)).output)
+        sublayers.append(lambda h, layer=layer: layer.attention(layer.attention_norm(h), model.rotary).output)
+        sublayers.append(lambda h, layer=layer: layer.mlp(layer.mlp_norm(h)).output)
     queries = [model.residual.sites[str(t)].query for t in range(1, len(sublayers) + 1)]
     M = len(sublayers)
     N = M if N is None else min(N, M)
@@ -97,9 +97,9 @@ def test_roles_and_keys_are_the_papers_equations(decoder: Make, tokens: Tensor, 
             break
         layer = model.layers[site // 2]
         if site % 2 == 0:
-            output, activation = layer.attention(RoleInputs(*(layer.attention.norm(x) for x in inputs)), model.rotary)
+            output, activation = layer.attention(RoleInputs(*(layer.attention_norm(x) for x in inputs)), model.rotary)
         else:
-            output, activation = layer.mlp(layer.mlp.norm(inputs.query))
+            output, activation = layer.mlp(layer.mlp_norm(inputs.query))
         outputs.append(output)
         projection = residual.key_projections[str(site)] if keys == "projected" else None
         output_keys.append(key_of(output, projection, activation))

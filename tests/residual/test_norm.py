@@ -65,7 +65,7 @@ def test_every_read_is_handed_the_norm_of_its_sub_layer(decoder: Make, tokens: T
 
     model.residual.read = read  # type: ignore[method-assign]
     model(tokens[:, :-1])
-    norms = [sublayer.norm for layer in model.layers for sublayer in (layer.attention, layer.mlp)]
+    norms = [norm for layer in model.layers for norm in (layer.attention_norm, layer.mlp_norm)]
     assert [site for site, _ in seen] == list(range(7))
     assert all(norm is expected for (_, norm), expected in zip(seen, [*norms, model.norm], strict=True))
 
@@ -89,7 +89,7 @@ def test_the_norm_is_applied_in_the_read_wherever_it_can_be(
     decoder: Make, tokens: Tensor, config: ResidualConfig, handed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, after = decoder(config), []
-    names = [f"layers.{layer}.{kind}.norm" for layer in range(3) for kind in ("attention", "mlp")] + ["norm"]
+    names = [f"layers.{layer}.{kind}_norm" for layer in range(3) for kind in ("attention", "mlp")] + ["norm"]
     gains = {name: model.get_parameter(f"{name}.weight") for name in names}
     original = F.rms_norm
 
@@ -166,7 +166,7 @@ def test_hooks_on_a_norm_run(decoder: Make, run: Run, tokens: Tensor, config: Re
     """A norm that somebody watches is applied by itself, with the same result."""
     logits, gradients = run(decoder(config))
     model, ran = decoder(config), []
-    norms = [sublayer.norm for layer in model.layers for sublayer in (layer.attention, layer.mlp)] + [model.norm]
+    norms = [norm for layer in model.layers for norm in (layer.attention_norm, layer.mlp_norm)] + [model.norm]
     for site, norm in enumerate(norms):
         register = norm.register_forward_pre_hook if site % 2 else norm.register_forward_hook
         register(lambda *_, site=site: ran.append(site))
