@@ -209,8 +209,8 @@ def _any_length(weights: Tensor) -> Tensor:
 
 
 def _plain(tensor: Tensor, *shape: int) -> Tensor:
-    """A contiguous tensor in this shape, or its own, with the strides of a new one even where a size is one: graphs insist on strides."""
-    return tensor.detach().view(-1).view(shape or tensor.shape)
+    """A contiguous tensor in this shape, or its own. The view puts strides right where a size is one: graphs insist on them."""
+    return tensor.detach().view(shape or tensor.shape)
 
 
 def _run(graph: Callable[..., None], form: Form, *given: Any) -> None:

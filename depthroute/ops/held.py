@@ -2,8 +2,8 @@
 
 Without it every read would hand autograd a gradient of its own, rounded to the source's dtype, for autograd to add up.
 
-`hold(x)` returns x with a second tensor behind it that reads use in its place. The backward of a read adds to the buffer of that tensor's node.
-The graph comes to the node after all who read, and then it hands the sum on as the gradient of what `hold` returned.
+`hold(x)` returns x with a second tensor behind it that reads use in its place. The backward of a read adds to the buffer of that tensor's
+node. The graph comes to the node after all who read, and then it hands the sum on as the gradient of what `hold` returned.
 """
 
 from __future__ import annotations

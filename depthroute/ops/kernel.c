@@ -90,14 +90,14 @@ enum { KEY_NORM_NONE = 0, KEY_NORM_SLICE = 1, KEY_NORM_FULL = 2 };
       ACC *const *prior_sum
 
 /* The mixture of one query at one token, from its `weight` [H, W]. */
-#define MIXTURE(combine, out, how, next) \
-  for (i64 h = 0; h < H; h++) combine(out, how, h *Dh, Dh, 0, 0, rows, weight + h * W, 1, W, next, 0, 0, 0, 0, 0)
+#define MIXTURE(combine, out, how) \
+  for (i64 h = 0; h < H; h++) combine(out, how, h *Dh, Dh, 0, 0, rows, weight + h * W, 1, W, 0, 0, 0, 0, 0)
 
 /* bias [M, S] may be NULL. */
 void NAME(depth_forward)(OPERANDS, ACC *const *prior_max, const ACC *bias, double eps, double output_eps, STORE *const *outputs,
                          ACC *const *maxima, ACC *const *sums, ACC *weights, ACC *scores, ACC *rstd, ACC *output_rstd) {
   const i64 chunk = chunk_tokens(N), chunks = depth_chunks(N), Dh = D / H, Rh = R / H, W = S + (prior != 0);
-  const int whole = !keys && R == D; /* the first look at a row, for its key, sees all of it */
+  const int whole = !keys && R == D; /* the first look at a row, for its key, sees all of it and asks for what it sees */
   const i64 row_bytes = D * (i64)sizeof(STORE);
   const int how = Dh % WIDE == 0 && streams(N * row_bytes * (W + M), row_bytes, (void *const *)outputs, M) ? STREAM : WRITE;
 #pragma omp parallel
@@ -107,19 +107,18 @@ void NAME(depth_forward)(OPERANDS, ACC *const *prior_max, const ACC *bias, doubl
     for (i64 c = 0; c < chunks; c++) {
       const i64 end = smaller((c + 1) * chunk, N), ahead = NAME(tokens_ahead)(D);
       const STORE *rows[W];
-      i64 later[W]; /* how far ahead a row is asked for, in the first look that sees all of it */
-      if (prior) later[S] = 0;
       for (i64 begin = c * chunk; begin < end; begin += TOGETHER) {
         const i64 stop = smaller(begin + TOGETHER, end);
         for (i64 t = begin; t < stop; t++)
           for (i64 s = 0; s < S; s++) {
             const STORE *row = sources[s] + t * source_strides[s];
             const STORE *key = keys ? keys[s] + t * key_strides[s] : row + (D - R);
-            const i64 next = whole && t + ahead < end ? ahead * source_strides[s] : 0;
+            const i64 next = t + ahead < N ? ahead * source_strides[s] : 0;
+            if (next && !whole) ask_for((const char *)(row + next), row_bytes);
             ACC *score = scores + t * M * H * S + s;
             ACC square = 0;
             for (i64 h = 0; h < H; h++)
-              square += NAME(dots_and_squares)(key + h * Rh, queries + h * Rh, R, Rh, M, score + h * S, H * S, next);
+              square += NAME(dots_and_squares)(key + h * Rh, queries + h * Rh, R, Rh, M, score + h * S, H * S, whole ? next : 0);
             if (!key_norm) continue;
             const int full = key_norm == KEY_NORM_FULL;
             if (full) square += NAME(sum_of_squares)(row, D - R);
@@ -146,28 +145,24 @@ void NAME(depth_forward)(OPERANDS, ACC *const *prior_max, const ACC *bias, doubl
             sums[m][at] = total;
           }
         for (i64 t = begin; t < stop; t++) {
-          for (i64 s = 0; s < S; s++) {
-            rows[s] = sources[s] + t * source_strides[s];
-            later[s] = t + ahead < end ? ahead * source_strides[s] : 0;
-          }
+          for (i64 s = 0; s < S; s++) rows[s] = sources[s] + t * source_strides[s];
           for (i64 m = 0; m < M; m++) {
             const ACC *weight = weights + (t * M + m) * H * W;
-            const i64 *next = m == 0 && !whole ? later : 0;
             if (prior) rows[S] = prior[m] + t * prior_strides[m];
             STORE *out = outputs[m] + t * D;
             if (!gain) {
-              MIXTURE(NAME(combine), out, how, next);
+              MIXTURE(NAME(combine), out, how);
               continue;
             }
-            MIXTURE(NAME(combine_exact), mixture, WRITE, next);
+            MIXTURE(NAME(combine_exact), mixture, WRITE);
             const ACC r = 1 / SQRT(EXACT(sum_of_squares)(mixture, D) / D + (ACC)output_eps);
             output_rstd[t * M + m] = r;
             NAME(scale)(out, r, mixture, gain, D);
           }
         }
       }
-      if (how == STREAM) end_of_stream();
     }
+    if (how == STREAM) end_of_stream();
     free(mixture);
   }
 }
@@ -183,15 +178,19 @@ void NAME(depth_backward)(OPERANDS, ACC *const *sums, const ACC *weights, const 
   const i64 slots = M * R + M * S + (gain ? D : 0);
   const int full = key_norm == KEY_NORM_FULL, converts = gain || !STORE_IS_ACC;
   const i64 row_bytes = D * (i64)sizeof(STORE);
-  const int spills = streams(N * row_bytes * (2 * S + M), row_bytes, into, S);
-  /* Rows put together from stretches that begin within a vector are streamed as a whole. */
-  const int assembles = spills && ((D - R) % WIDE || Dh % WIDE || Rh % WIDE);
+  const int spills = (H == 1 || (Dh % WIDE == 0 && Rh % WIDE == 0 && (D - R) % WIDE == 0)) && streams(N * row_bytes * (2 * S + M), row_bytes, into, S);
+  /* With one head, a key that begins within a vector begins where the vector does, with zeros for what is not key. */
+  const i64 first = keys ? D : D - R, edge = H == 1 && !keys ? first % WIDE : 0, begin = first - edge, length = R + edge;
 #pragma omp parallel
   {
     int how[S];
     for (i64 s = 0; s < S; s++) how[s] = add[s] ? ADD : spills ? STREAM : WRITE;
     /* Upstream gradients of a token's M mixtures in the exact type, and a row to spare. */
-    ACC *scratch = converts || assembles ? malloc(sizeof(ACC) * (M + 1) * D) : 0, *spare = scratch + M * D;
+    ACC *scratch = converts ? malloc(sizeof(ACC) * (M + 1) * D) : 0, *spare = scratch + M * D;
+    ACC *padded = edge ? calloc((M + 1) * length, sizeof(ACC)) : 0;
+    const ACC *query = edge ? padded : queries;
+    STORE *own_key = (STORE *)(padded + M * length);
+    for (i64 m = 0; edge && m < M; m++) memcpy(padded + m * length + edge, queries + m * R, sizeof(ACC) * R);
 #pragma omp for schedule(static)
     for (i64 c = 0; c < chunks; c++) {
       ACC *dq = partial + c * slots, *db = dq + M * R, *dg = db + M * S;
@@ -212,7 +211,7 @@ void NAME(depth_backward)(OPERANDS, ACC *const *sums, const ACC *weights, const 
           if (converts) {
             ACC *own = scratch + m * D;
             if (gain) {
-              MIXTURE(NAME(combine_exact), spare, WRITE, 0);
+              MIXTURE(NAME(combine_exact), spare, WRITE);
               NAME(norm_backward)(own, given, spare, gain, output_rstd[t * M + m], D, dg);
             } else {
               NAME(widen)(own, given, D);
@@ -225,7 +224,7 @@ void NAME(depth_backward)(OPERANDS, ACC *const *sums, const ACC *weights, const 
             const ACC *p = weight + h * W, *g = grad[m] + h * Dh, *dp = dweights ? dweights + ((t * M + m) * H + h) * W : 0;
             ACC *d = dscore + (m * H + h) * S, mean = 0;
             for (i64 w = 0; w < W; w++) {
-              const i64 next = m == 0 && w < S && t + ahead < end ? ahead * source_strides[w] : 0;
+              const i64 next = m == 0 && w < S && t + ahead < N ? ahead * source_strides[w] : 0;
               dots[w] = NAME(dot)(rows[w] + h * Dh, g, Dh, next) + (dp ? dp[w] : 0);
               mean += p[w] * dots[w];
             }
@@ -243,7 +242,7 @@ void NAME(depth_backward)(OPERANDS, ACC *const *sums, const ACC *weights, const 
           for (i64 s = 0; s < S; s++) pull[i * S + s] = (key_norm ? rstd[t * S + s] : 1) * dscore[i * S + s];
         for (i64 m = 0; m < M; m++)
           for (i64 h = 0; h < H; h++)
-            NAME(combine_exact)(dq + m * R, ADD, h * Rh, Rh, 0, 0, key_rows, pull + (m * H + h) * S, 1, S, 0, 0, 0, 0, 0, 0);
+            NAME(combine_exact)(dq + m * R, ADD, h * Rh, Rh, 0, 0, key_rows, pull + (m * H + h) * S, 1, S, 0, 0, 0, 0, 0);
         for (i64 s = 0; s < S; s++) {
           ACC shrink = 0; /* what the normalisation removes: the part of the score's gradient that is along the key */
           if (key_norm) {
@@ -252,29 +251,32 @@ void NAME(depth_backward)(OPERANDS, ACC *const *sums, const ACC *weights, const 
           }
           if (keys)
             for (i64 h = 0; h < H; h++)
-              NAME(combine)(dkeys[s] + t * R, WRITE, h * Rh, Rh, key_rows[s], shrink, 0, 0, 0, 0, 0, queries, R, pull + h * S + s, H * S, M);
-          /* Columns from `first` on are also the key; the others feel the score only through a full RMS. A stretch of columns ends where
+              NAME(combine)(dkeys[s] + t * R, WRITE, h * Rh, Rh, key_rows[s], shrink, 0, 0, 0, 0, queries, R, pull + h * S + s, H * S, M);
+          /* Columns from `begin` on are also the key; the others feel the score only through a full RMS. A stretch of columns ends where
            * a head of the values or of the keys does. */
-          const i64 first = keys ? D : D - R;
-          const int apart = assembles && how[s] == STREAM, wide = apart || (!STORE_IS_ACC && exact[s]);
-          ACC *exact_out = apart ? spare : (ACC *)into[s] + t * D;
+          const i64 out_bytes = D * (exact[s] ? (i64)sizeof(ACC) : (i64)sizeof(STORE));
+          if (how[s] == ADD && t + ahead < N) ask_for((const char *)into[s] + (t + ahead) * out_bytes, out_bytes);
+          const STORE *key = rows[s];
+          if (edge && !full) {
+            memcpy(own_key + edge, rows[s] + first, sizeof(STORE) * R);
+            key = own_key - begin;
+          }
           for (i64 d = 0; d < D;) {
-            const i64 h = d / Dh, k = d < first ? -1 : (d - first) / Rh;
-            const i64 stop = smaller((h + 1) * Dh, k < 0 ? first : first + (k + 1) * Rh);
-            const STORE *row = k >= 0 || full ? rows[s] : 0;
-            const ACC *p = weights + (t * M * H + h) * W + s, *q = k < 0 ? 0 : queries - first, *u = pull + (k < 0 ? 0 : k) * S + s;
-            if (wide)
-              NAME(combine_grads_exact)(exact_out, apart ? WRITE : how[s], d, stop - d, row, shrink, grad, p, H * W, M, 0, q, R, u, H * S, M);
+            const i64 h = d / Dh, k = d < begin ? -1 : (d - begin) / (Rh + edge);
+            const i64 stop = smaller((h + 1) * Dh, k < 0 ? begin : begin + (k + 1) * (Rh + edge)), n = stop - d;
+            const STORE *row = k >= 0 ? key : full ? rows[s] : 0;
+            const ACC *p = weights + (t * M * H + h) * W + s, *q = k < 0 ? 0 : query - begin, *u = pull + (k < 0 ? 0 : k) * S + s;
+            if (STORE_IS_ACC || !exact[s])
+              NAME(combine_grads)((STORE *)into[s] + t * D, how[s], d, n, row, shrink, grad, p, H * W, M, q, length, u, H * S, M);
             else
-              NAME(combine_grads)((STORE *)into[s] + t * D, how[s], d, stop - d, row, shrink, grad, p, H * W, M, 0, q, R, u, H * S, M);
+              NAME(combine_grads_exact)((ACC *)into[s] + t * D, how[s], d, n, row, shrink, grad, p, H * W, M, q, length, u, H * S, M);
             d = stop;
           }
-          if (apart && exact[s]) EXACT(stream_row)((ACC *)into[s] + t * D, spare, D);
-          else if (apart) NAME(stream_row)((STORE *)into[s] + t * D, spare, D);
         }
       }
-      if (spills) end_of_stream();
     }
+    if (spills) end_of_stream();
+    free(padded);
     free(scratch);
   }
   for (i64 j = 0; j < slots; j++) {

@@ -146,6 +146,12 @@ static inline void end_of_stream(void) {
 #endif
 }
 
+/* Rows are asked for some tokens ahead: S streams at once are more than the hardware follows on its own. Into the second-level cache: the
+ * first has too few misses in flight to keep up. */
+static inline void ask_for(const char *x, i64 bytes) {
+  for (i64 i = 0; i < bytes; i += LINE) __builtin_prefetch(x + i, 0, 2);
+}
+
 #define PASTE_(a, b) a##b
 #define PASTE(a, b) PASTE_(a, b)
 #define NAME(stem) PASTE(stem, SUFFIX)
@@ -154,11 +160,10 @@ static inline void end_of_stream(void) {
 #define VEC_f64 f64x8
 
 /* how: out[j] = or += self * row[j] + sum over k of w[k * step] * rows[k][j] + sum over m of u[m * step_u] * q[m * R + j] for the n columns
- * from `first`. `row` and `q` may be NULL. `next`, if not NULL: also ask for the columns that lie so much further in each of `rows`.
- * IN and OUT: the suffixes of what `rows` and `out` store. */
+ * from `first`. `row` and `q` may be NULL. IN and OUT: the suffixes of what `rows` and `out` store. */
 #define DEFINE_COMBINE(name, IN_TYPE, IN, OUT_TYPE, OUT)                                                                                \
   static inline void name(OUT_TYPE *out, int how, i64 first, i64 n, const STORE *row, ACC self, const IN_TYPE *const *rows,             \
-                          const ACC *w, i64 step, i64 count, const i64 *next, const ACC *q, i64 R, const ACC *u, i64 step_u, i64 M) {   \
+                          const ACC *w, i64 step, i64 count, const ACC *q, i64 R, const ACC *u, i64 step_u, i64 M) {                    \
     const i64 end = first + n;                                                                                                          \
     i64 d = first;                                                                                                                      \
     COMBINE_COLUMNS(TILE, IN, OUT)                                                                                                      \
@@ -180,11 +185,8 @@ static inline void end_of_stream(void) {
     for (int v = 0; v < (vectors); v++) total[v] = how == ADD ? PASTE(load, OUT)(out + d + v * WIDE) : (VEC){0};                        \
     if (row)                                                                                                                            \
       for (int v = 0; v < (vectors); v++) total[v] += self * NAME(load)(row + d + v * WIDE);                                            \
-    for (i64 k = 0; k < count; k++) {                                                                                                   \
-      if (next)                                                                                                                         \
-        for (int v = 0; v < (vectors); v++) __builtin_prefetch(rows[k] + d + v * WIDE + next[k], 0, 2);                                 \
+    for (i64 k = 0; k < count; k++)                                                                                                     \
       for (int v = 0; v < (vectors); v++) total[v] += w[k * step] * PASTE(load, IN)(rows[k] + d + v * WIDE);                            \
-    }                                                                                                                                   \
     if (q)                                                                                                                              \
       for (i64 m = 0; m < M; m++)                                                                                                       \
         for (int v = 0; v < (vectors); v++) total[v] += u[m * step_u] * EXACT(load)(q + m * R + d + v * WIDE);                          \
@@ -230,8 +232,6 @@ DEFINE_COMBINE(NAME(combine_grads), ACC, EXACT_SUFFIX, STORE, SUFFIX)
 DEFINE_COMBINE(NAME(combine_grads_exact), ACC, EXACT_SUFFIX, ACC, EXACT_SUFFIX)
 #endif
 
-/* Rows are asked for some tokens ahead: S streams at once are more than the hardware follows on its own. Into the second-level cache: the
- * first has too few misses in flight to keep up. */
 static inline i64 NAME(tokens_ahead)(i64 D) { return 1 + AHEAD_BYTES / (D * (i64)sizeof(STORE)); }
 
 static inline ACC NAME(sum_of_squares)(const STORE *x, i64 n) {
@@ -290,11 +290,6 @@ static inline ACC NAME(dots_and_squares)(const STORE *x, const ACC *q, i64 R, i6
 /* out = r * x * gain */
 static inline void NAME(scale)(STORE *out, ACC r, const ACC *x, const ACC *gain, i64 n) {
   EVERY_VECTOR(n, PUT(out, r * GET_EXACT(x) * GET_EXACT(gain));)
-}
-
-/* out = x past the caches, for n columns in whole vectors */
-static inline void NAME(stream_row)(STORE *out, const ACC *x, i64 n) {
-  for (i64 j = 0; j < n; j += WIDE) NAME(stream)(out + j, EXACT(load)(x + j));
 }
 
 static inline void NAME(store_scaled)(STORE *out, ACC weight, const ACC *x, i64 n) { EVERY_VECTOR(n, PUT(out, weight * GET_EXACT(x));) }

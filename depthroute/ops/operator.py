@@ -23,10 +23,11 @@ FORM = "int heads, str key_norm, str weighting, float eps, float output_eps, str
 
 def read(operands: Operands, form: Form, backend: str) -> Found:
     """A read by a backend of the registry, with gradients for everything but the maxima."""
+    found: Sequence[Tensor]
     if _watched(operands):
         found = torch.ops.depthroute.depth_read(*map(_listed, operands), *form, backend)
     else:
-        found = _autograd(*map(_listed, operands), *form, backend)
+        found = (_autograd if torch.is_grad_enabled() else _forward)(*map(_listed, operands), *form, backend)
     outputs, saved = _unflatten(found, operands.reads, form)
     return Found(outputs, saved.max, saved.sum, saved.weights)
 

@@ -25,7 +25,8 @@ def _chosen(options, index):
 
 @triton.jit
 def _base(tensors, index):
-    """The pointer to tensors[index]. It is chosen as a number: pointers Triton 3.6 cannot choose from on ROCm, and 3.9 forgets alignment."""
+    """The pointer to tensors[index]. It is chosen as a number: Triton 3.6 cannot choose between pointers on ROCm, and 3.9
+    forgets their alignment."""
     found = tl.where(index == 0, tensors[0].to(tl.int64), tensors[0].to(tl.int64))
     for j in tl.static_range(1, len(tensors)):
         found = tl.where(index == j, tensors[j].to(tl.int64), found)

@@ -1,7 +1,7 @@
 """A decoder with depth attention under DDP and FSDP2: two processes on half a batch each have the losses and gradients of one on all of it.
 
 This file is also the program that each process runs. FSDP2 gathers a module's parameters when the module is called, and a read uses the
-norm of the sub-layer that comes after it: so projections are groups of their own, and norms and routes belong to the whole model's.
+norm before the sub-layer is called: so sub-layers are groups of their own, and norms and routes belong to the whole model's.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from depthroute.common.errors import RequestError
 from depthroute.ops import DepthRead, depth_attention, hold, triton_backend
+from depthroute.ops.form import Form, Operands
+from depthroute.ops.operator import read
 
 pytest.importorskip("triton", reason="triton is not installed")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -31,6 +33,14 @@ CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch
 DEVICES = pytest.mark.parametrize("device", ["cpu"] if INTERPRETED else [CUDA])
 NATIVE = pytest.mark.skipif(INTERPRETED, reason="needs the compiler, not the interpreter")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=INTERPRETED)
+def nothing_is_left_unwritten() -> Iterator[None]:
+    """Memory is full of NaN until it is written."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def named(dtype: Any) -> str:
@@ -60,14 +70,14 @@ def grade(case: Case, device: str) -> None:
     reads = case.read("triton", return_weights=True, return_statistics=softmax)
     loss = torch.zeros((), dtype=torch.float64, device=device)
     size = case.score_size() * case.value_size() * expected.amplified
-    for m, read in enumerate(reads):
-        assert isinstance(read, DepthRead) and read.weights is not None
-        assert_close(read.output.cpu(), expected.outputs[m], dtype, size, "output")
-        assert_close(read.weights.view(case.heads, number, *lead).cpu(), expected.weights[m], dtype, case.score_size(), "weights")
-        loss = loss + (read.output * case.upstream[m]).double().sum()
-        loss = loss + (read.weights * of_weights[m].view_as(read.weights).to(device)).sum()
+    for m, found in enumerate(reads):
+        assert isinstance(found, DepthRead) and found.weights is not None
+        assert_close(found.output.cpu(), expected.outputs[m], dtype, size, "output")
+        assert_close(found.weights.view(case.heads, number, *lead).cpu(), expected.weights[m], dtype, case.score_size(), "weights")
+        loss = loss + (found.output * case.upstream[m]).double().sum()
+        loss = loss + (found.weights * of_weights[m].view_as(found.weights).to(device)).sum()
         if of_lse is not None:
-            lse = read.lse.view(*lead, case.heads).movedim(-1, 0)
+            lse = found.lse.view(*lead, case.heads).movedim(-1, 0)
             assert_close(lse.cpu(), expected.lse[m], dtype, case.score_size(), "log-sum-exp")
             loss = loss + (lse * of_lse[m].to(device)).sum()
     wanted = case.named()
@@ -165,6 +175,20 @@ def test_more_queries_than_a_program_holds(device: str, form: dict[str, Any], mo
     grade(some_case(**form), device)
 
 
+@DEVICES
+def test_the_weight_of_a_prior_has_a_gradient(device: str) -> None:
+    """It is one minus the others."""
+    case = moved(some_case(3, 12, prior=True), device)
+    assert case.prior is not None and case.prior[0].max is not None and case.prior[0].sum is not None
+    operands = Operands(case.sources, [], case.query[None], None, None, list(case.prior[0])[:1] + list(case.prior[0])[2:])
+    weights = read(operands, Form(1, "slice", "softmax", 1e-6, 1e-6), "triton").weights
+    leaves = list(case.named().values())
+    own, others = (torch.autograd.grad(part.sum(), leaves, retain_graph=True) for part in (weights[..., 3], weights[..., :3]))
+    for one, other in zip(own, others, strict=True):
+        torch.testing.assert_close(one, -other, rtol=1e-12, atol=1e-12)
+    assert own[-1].count_nonzero() == 3
+
+
 def sources_and_query(number: int, width: int, device: str, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
     generator = torch.Generator().manual_seed(5)
     rows = [torch.randn(3, 2, width, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_() for _ in range(number)]
@@ -249,8 +273,9 @@ def test_huge_scores_and_a_bias_of_minus_infinity(device: str, height: float) ->
 
 @DEVICES
 @pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "not aligned"])
-def test_rows_beyond_two_to_the_31(device: str, offset: int) -> None:
+def test_rows_beyond_two_to_the_31(device: str, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token 1 lies more than 2^31 elements after token 0. Memory in between is never touched."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     stride = 2**31 + offset
     try:
         memory = torch.empty(stride + 24, dtype=torch.bfloat16, device=device)
