@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from depthroute.common.errors import RequestError, choose
-
-if TYPE_CHECKING:
-    from depthroute.ops.attention import DepthRead
+from depthroute.ops.form import DepthRead
 
 KeyNorm = Literal["slice", "full", "none"]
 Weighting = Literal["softmax", "sigmoid"]

@@ -8,32 +8,16 @@ Shapes: S sources, M queries, H heads, D width, R key rank, ... any leading dime
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from depthroute.ops.arguments import KeyNorm, Weighting, check, unstacked
-from depthroute.ops.form import Form, Found, Operands, statistics_dtype
+from depthroute.ops.form import DepthRead, Form, Found, Operands, statistics_dtype
 from depthroute.ops.operator import read
 from depthroute.ops.reference import reference
 from depthroute.ops.registry import BackendName, serving
-
-
-class DepthRead(NamedTuple):
-    """One read with what was asked for beside the output. With one head the axis H is absent."""
-
-    output: Tensor  # [..., D]
-    weights: Tensor | None = None  # [H, S, ...]
-    max: Tensor | None = None  # [..., H], the largest score
-    sum: Tensor | None = None  # [..., H], of exp(score - max)
-
-    @property
-    def lse(self) -> Tensor:
-        """The log-sum-exp of the scores. Far from zero it has lost what `max` and `sum` still hold apart."""
-        assert self.max is not None and self.sum is not None, "ask for return_statistics=True"
-        return self.max + self.sum.log()
-
 
 Prior = DepthRead | Sequence[DepthRead]
 

@@ -1,4 +1,6 @@
-"""What every backend is handed and returns. A backend is a module with `refusal`, `forward` and `backward`; it never sees autograd.
+"""What users get back, and what every backend is handed and returns.
+
+A backend is a module with `refusal`, `forward` and `backward`; it never sees autograd.
 
 Shapes: S sources, M queries, H heads, D width, R key rank, ... any leading dimensions (batch, tokens). A head is a group of D/H adjacent
 channels with R/H adjacent key coordinates. W weights: S, and one more for a prior (1 for the sigmoid).
@@ -11,6 +13,28 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from depthroute.common.errors import RequestError
+
+
+class DepthRead(NamedTuple):
+    """One read with what was asked for beside the output. With one head the axis H is absent."""
+
+    output: Tensor  # [..., D]
+    weights: Tensor | None = None  # [H, S, ...]
+    max: Tensor | None = None  # [..., H], the largest score
+    sum: Tensor | None = None  # [..., H], of exp(score - max)
+
+    @property
+    def lse(self) -> Tensor:
+        """The log-sum-exp of the scores. Far from zero it has lost what `max` and `sum` still hold apart.
+
+        Raises:
+            RequestError: the read was made without its statistics.
+        """
+        if self.max is None or self.sum is None:
+            raise RequestError("this read has no statistics; make it with return_statistics=True.")
+        return self.max + self.sum.log()
 
 
 class Form(NamedTuple):

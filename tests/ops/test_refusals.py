@@ -99,3 +99,10 @@ def test_what_the_table_changes_fits_before() -> None:
     depth_attention([zeros(2, 4), zeros(2, 4)], zeros(4), prior=earlier())
     depth_attention([zeros(2, 4), zeros(2, 4)], zeros(4), prior=earlier(statistics=(2, 2)), heads=2)
     depth_attention([zeros(2, 4), zeros(2, 4)], zeros(4), prior=DepthRead(zeros(2, 4)), weighting="sigmoid")
+
+
+def test_the_log_sum_exp_of_a_read_without_statistics() -> None:
+    found = depth_attention([zeros(2, 4), zeros(2, 4)], zeros(4), return_weights=True)
+    assert isinstance(found, DepthRead)
+    with pytest.raises(RequestError, match="no statistics; make it with return_statistics=True"):
+        _ = found.lse
