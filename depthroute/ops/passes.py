@@ -14,7 +14,6 @@ from functools import reduce
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from depthroute.ops.form import Form, Gradients, Operands, Saved, Upstream
 
@@ -300,7 +299,7 @@ def _to_sources(
         if operands.keys:
             found.keys[s].copy_(of_key.flatten(1))
         else:
-            of_row = of_row + F.pad(of_key.flatten(1), (width - rank, 0))
+            of_row = of_row + torch.constant_pad_nd(of_key.flatten(1), (width - rank, 0))
         into[s].add_(of_row) if add else into[s].copy_(of_row)
         for m, one in enumerate(scaled):
             of_queries[m].append((one * key).sum(0, dtype=torch.float64))
