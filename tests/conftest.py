@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 from pathlib import Path
@@ -16,6 +17,7 @@ settings.load_profile("depthroute")
 # A shell starts background jobs with SIGINT ignored, and Python leaves it so: then no test of Ctrl-C could pass.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # tensors here are tiny: a second thread only costs
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # and so would a pool of compilers beside two test processes
 
 
 @pytest.fixture(scope="session")
