@@ -178,7 +178,9 @@ void NAME(depth_backward)(OPERANDS, ACC *const *sums, const ACC *weights, const 
   const i64 slots = M * R + M * S + (gain ? D : 0);
   const int full = key_norm == KEY_NORM_FULL, converts = gain || !STORE_IS_ACC;
   const i64 row_bytes = D * (i64)sizeof(STORE);
-  const int spills = (H == 1 || (Dh % WIDE == 0 && Rh % WIDE == 0 && (D - R) % WIDE == 0)) && streams(N * row_bytes * (2 * S + M), row_bytes, into, S);
+  const int aligned = H == 1 || (Dh % WIDE == 0 && Rh % WIDE == 0 && (D - R) % WIDE == 0);
+  const int spills = aligned && streams(N * row_bytes * (2 * S + M), row_bytes, into, S);
+  const int prior_how = prior && Dh % WIDE == 0 && streams(N * row_bytes * (2 * S + 3 * M), row_bytes, dprior, M) ? STREAM : WRITE;
   /* With one head, a key that begins within a vector begins where the vector does, with zeros for what is not key. */
   const i64 first = keys ? D : D - R, edge = H == 1 && !keys ? first % WIDE : 0, begin = first - edge, length = R + edge;
 #pragma omp parallel
@@ -234,7 +236,7 @@ void NAME(depth_backward)(OPERANDS, ACC *const *sums, const ACC *weights, const 
               db[m * S + s] += d[s];
             }
             if (!prior) continue;
-            NAME(store_scaled)((STORE *)dprior[m] + t * D + h * Dh, p[S], g, Dh);
+            NAME(store_scaled)((STORE *)dprior[m] + t * D + h * Dh, prior_how, p[S], g, Dh);
             if (!sigmoid) ((ACC *)dprior[M + m])[t * H + h] = p[S] * (dots[S] - mean) / prior_sum[m][t * H + h];
           }
         }
@@ -275,7 +277,7 @@ void NAME(depth_backward)(OPERANDS, ACC *const *sums, const ACC *weights, const 
         }
       }
     }
-    if (spills) end_of_stream();
+    if (spills || prior_how == STREAM) end_of_stream();
     free(padded);
     free(scratch);
   }

@@ -292,7 +292,13 @@ static inline void NAME(scale)(STORE *out, ACC r, const ACC *x, const ACC *gain,
   EVERY_VECTOR(n, PUT(out, r * GET_EXACT(x) * GET_EXACT(gain));)
 }
 
-static inline void NAME(store_scaled)(STORE *out, ACC weight, const ACC *x, i64 n) { EVERY_VECTOR(n, PUT(out, weight * GET_EXACT(x));) }
+/* out = weight * x; a STREAM of whole vectors */
+static inline void NAME(store_scaled)(STORE *out, int how, ACC weight, const ACC *x, i64 n) {
+  if (how == STREAM)
+    for (i64 j = 0; j < n; j += WIDE) NAME(stream)(out + j, weight * EXACT(load)(x + j));
+  else
+    EVERY_VECTOR(n, PUT(out, weight * GET_EXACT(x));)
+}
 
 static inline void NAME(widen)(ACC *out, const STORE *x, i64 n) { EVERY_VECTOR(n, PUT_EXACT(out, GET(x));) }
 

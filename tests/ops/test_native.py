@@ -213,3 +213,27 @@ def test_without_a_place_to_cache_in_the_kernel_serves_all_the_same(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert native.missing() is None
     depth_attention(rows(), torch.ones(24), backend="native")
+
+
+@pytest.mark.parametrize(
+    ("width", "heads", "rank", "dtype", "bound"),
+    [
+        (576, 1, 72, torch.float32, 1e-5), (600, 3, 300, torch.float32, 1e-5), (576, 4, 288, torch.float32, 1e-5),
+        (640, 1, 100, torch.bfloat16, 1e-2),
+    ],
+)
+def test_rows_that_no_cache_keeps(requires_native: None, width: int, heads: int, rank: int, dtype: torch.dtype, bound: float) -> None:
+    """They are stored past the caches, where keys and heads begin with a vector and where they do not."""
+    closed, latest = rows(3, 4_000, width, dtype), rows(2, 4_000, width, dtype)
+    queries = torch.randn(2, rank, generator=torch.Generator().manual_seed(0)).mul_(0.3).requires_grad_()
+    gain = torch.linspace(0.5, 1.5, width).requires_grad_()
+    upstream = [row.detach().flip(0) for row in closed[:2]]
+    leaves = [*closed, *latest, queries, gain]
+
+    def results(backend: str) -> list[Tensor]:
+        prior: Any = depth_attention(closed, queries, heads=heads, return_statistics=True, backend=backend)
+        outputs: Any = depth_attention(latest, queries, heads=heads, prior=prior, output_gain=gain, backend=backend)
+        return [*outputs, *torch.autograd.grad(outputs, leaves, upstream)]
+
+    for found, expected in zip(results("native"), results("reference"), strict=True):
+        assert (found.double() - expected.double()).abs().max() <= bound * expected.double().abs().max()
