@@ -35,7 +35,7 @@ def read(operands: Operands, form: Form, backend: str) -> Found:
 def _watched(operands: Operands) -> bool:
     """Whether anyone looks at operators as they are called: a compiler, a mode, a transform, a profiler, a tensor of another kind.
 
-    If nobody does, a read goes by the dispatcher, which costs a small model as much as the arithmetic.
+    If nobody does, a read skips the dispatcher, which costs a small model as much as the arithmetic.
     """
     return (
         torch.compiler.is_compiling()
@@ -146,9 +146,7 @@ class _DepthRead(torch.autograd.Function):
         empty = empty_gradients(Operands(sources, keys, queries, bias, gain, prior), form)
         found = [*empty.keys, *empty.prior, *empty[2:]]
         run = torch.ops.depthroute.depth_read_backward if ctx.watched else _backward
-        run(
-            into, found, add, sources, keys, queries, bias, gain, prior, saved, outputs, sums, gradients[-4], *form, ctx.backend
-        )
+        run(into, found, add, sources, keys, queries, bias, gain, prior, saved, outputs, sums, gradients[-4], *form, ctx.backend)
         of_keys, of_prior = found[:keyed], found[keyed:-3]
         of_maxima = [None] * count if prior and softmax else []
         *_, of_queries, of_bias, of_gain = found

@@ -19,6 +19,17 @@ BACKENDS: dict[str, Backend] = {"compiled": compiled, "native": native, "triton"
 AUTOMATIC = {"cpu": ("native",), "cuda": ("triton",)}
 
 
+def automatic(device: torch.device, dtype: torch.dtype) -> tuple[str, dict[str, str]]:
+    """What `auto` takes, and why each backend before it cannot serve."""
+    refusals: dict[str, str] = {}
+    for name in AUTOMATIC.get(device.type, ()):
+        reason = BACKENDS[name].refusal(device, dtype)
+        if reason is None:
+            return name, refusals
+        refusals[name] = reason
+    return "reference", refusals
+
+
 def serving(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """The name of the backend that serves a read of `dtype` rows on `device`; warns once where a device's own backend is missing.
 
@@ -34,13 +45,10 @@ def serving(name: str, device: torch.device, dtype: torch.dtype) -> str:
         if refusal is None:
             return name
         raise RequestError(f"backend '{name}' cannot serve this read: {refusal}. Use backend='reference' or 'auto'.")
-    refusals = [(candidate, BACKENDS[candidate].refusal(device, dtype)) for candidate in AUTOMATIC.get(device.type, ())]
-    for candidate, refusal in refusals:
-        if refusal is None:
-            return candidate
-    for candidate, refusal in refusals:
-        _say_slower(candidate, str(refusal))
-    return "reference"
+    found, refusals = automatic(device, dtype)
+    for candidate, reason in refusals.items():
+        _say_slower(candidate, reason)
+    return found
 
 
 # Decided while a model is traced, not traced. What `torch.compiler.assume_constant_result` sets, without loading the compiler.

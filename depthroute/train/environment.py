@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from depthroute.ops import kernel_unavailable
+from depthroute.ops import automatic_backend
 from depthroute.train.config import Device
 
 
@@ -24,6 +24,7 @@ def environment(device: Device) -> dict[str, Any]:
             packages[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    backend, refusals = automatic_backend(torch.device(device), torch.float32)
     facts: dict[str, Any] = {
         "started_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
@@ -33,7 +34,7 @@ def environment(device: Device) -> dict[str, Any]:
         "processors": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "depth_attention": kernel_unavailable() or "native",
+        "depth_attention": "; ".join(refusals.values()) or backend,
     }
     if device == "cuda":
         facts["gpu"] = torch.cuda.get_device_name()
