@@ -11,9 +11,13 @@ from depthroute.residual import Body, PreNormConfig, ResidualConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only Transformer with PreNorm RMSNorm, RoPE, bias-free attention and SwiGLU.
+    """A decoder-only Transformer with RMSNorm, RoPE, bias-free attention and SwiGLU.
 
     `key_value_heads`: None is one per head. `head_width`: None is width / heads. `context`: the longest sequence.
+
+    `norms`: "pre" has one before every sub-layer; "post" one behind it, before its output is written, and none before (Swin V2, OLMo 2);
+    "sandwich" both (Peri-LN); "hybrid" is HybridNorm: an attention normalises queries, keys and values by head in place of its input, an
+    MLP is as in "pre". A final norm is always there.
 
     `memory_dtype`: what the residual method carries from sub-layer to sub-layer. "parameter" is the parameters' dtype (float32 in
     training), "compute" the dtype that sub-layers put out (bfloat16 under autocast). All arms of a comparison use the same one.
@@ -32,6 +36,7 @@ class ModelConfig:
     head_width: int | None = None
     rope_base: float = 10_000.0
     qk_norm: bool = False
+    norms: Literal["pre", "post", "sandwich", "hybrid"] = "pre"
     tied_embeddings: bool = True
     norm_eps: float = 1e-6
     init_std: float = 0.02
@@ -62,6 +67,10 @@ class ModelConfig:
     def resolved_key_value_heads(self) -> int:
         return self.key_value_heads if self.key_value_heads is not None else self.heads
 
+    def initial_std(self, projection: str) -> float:
+        """The initial standard deviation of a layer's weight matrix by name ("query", ..., "down")."""
+        return self.init_std * self.residual.adaptation(self.body).initial_scale.get(projection, 1.0)
+
     @property
     def body(self) -> Body:
         """What the residual method may know."""
@@ -70,4 +79,5 @@ class ModelConfig:
             layers=self.layers,
             attention_activation=self.heads * self.resolved_head_width,
             mlp_activation=self.mlp_width,
+            norms=self.norms,
         )

@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, D width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,9 @@ from torch.nn import functional as F
 
 from depthroute.common.errors import RequestError
 from depthroute.model.config import ModelConfig
-from depthroute.model.layers import MLP, Attention, Layer, Projection, Rotary, TokenEmbedding
+from depthroute.model.layers import Layer, Projection, Rotary, SubLayerOutput, TokenEmbedding
 from depthroute.model.loss import LossSums, cross_entropy_sums, token_nll
-from depthroute.residual import Memory, RMSNorm
+from depthroute.residual import Memory, RMSNorm, Trace
 
 Observer = Callable[[int, Memory], None]
 
@@ -28,7 +29,7 @@ class Decoder(nn.Module):
         self.config = config
         self.embedding = TokenEmbedding(config.vocabulary, config.width, config.init_std)
         self.rotary = Rotary(config.resolved_head_width, config.context, config.rope_base)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Layer(config, number) for number in range(config.layers))
         self.residual = config.residual.build(config.body)
         self.norm = RMSNorm(config.width, eps=config.norm_eps)
         self.head = None if config.tied_embeddings else Projection(config.width, config.vocabulary, config.init_std)
@@ -45,15 +46,27 @@ class Decoder(nn.Module):
             raise RequestError(f"a sequence of {tokens.shape[-1]} tokens is longer than model.context = {self.config.context}.")
         residual = self.residual
         memory = residual.open(self._into_memory(self.embedding(tokens)))
-        for site, (norm, sublayer) in enumerate(self._sublayers()):
+        for site in range(2 * len(self.layers)):
             if observe is not None:
                 observe(site, memory)
-            inputs = residual.read(memory, site, norm)
-            output, activation = sublayer(inputs, self.rotary) if site % 2 == 0 else sublayer(inputs)
-            memory = residual.write(memory, site, output, activation)
+            memory = self.step(memory, site)
         if observe is not None:
             observe(2 * len(self.layers), memory)
         return residual.close(memory, self.norm)
+
+    def step(self, memory: Memory, site: int) -> Memory:
+        """One sub-layer: its read, itself, and what it writes."""
+        layer = self.layers[site // 2]
+        assert isinstance(layer, Layer)
+        behind = layer.attention_output_norm if site % 2 == 0 else layer.mlp_output_norm
+        if site % 2 == 0:
+            inputs = self.residual.read(memory, site, layer.attention_norm)
+            found: SubLayerOutput = layer.attention(inputs, self.rotary, partial(self.residual.values, memory, site))
+        else:
+            inputs = self.residual.read(memory, site, layer.mlp_norm)
+            found = layer.mlp(inputs)
+        output = found.output if behind is None else behind(found.output)
+        return self.residual.write(memory, site, output, Trace(inputs, found.activation, found.kept))
 
     def logits(self, tokens: Tensor) -> Tensor:
         """[B, T, V] in at least float32, from token ids [B, T]."""
@@ -81,10 +94,6 @@ class Decoder(nn.Module):
             "residual": sum(parameter.numel() for parameter in self.residual.parameters()),
             "embedding": self.embedding.weight.numel() + head,
         }
-
-    def _sublayers(self) -> list[tuple[RMSNorm, Attention | MLP]]:
-        """Every sub-layer with the norm before it, from the bottom up."""
-        return [(getattr(layer, f"{name}_norm"), getattr(layer, name)) for layer in self.layers for name in ("attention", "mlp")]
 
     def _into_memory(self, embedding: Tensor) -> Tensor:
         kind = embedding.device.type

@@ -1,14 +1,16 @@
 """Attention Residuals: softmax attention over depth in place of the residual sum.
 
-One file for the whole family, because its members are choices of the same read: Full and Block (Attention Residuals, Eqs. 1-6),
-low-rank keys with slice or full-width RMS (Low-Rank AttnRes, Eqs. 8-13), projected keys (Eqs. 25-27), separate routes for query-key and
-value (Role-Decoupled AttnRes, Eqs. 3-5) and the three controls of that paper. Roles, ranks and blocks combine freely.
+One module for the whole family, because its members are choices of the same read: Full and Block (Attention Residuals, Eqs. 1-6), its
+ablations (Table 4), low-rank keys with slice or full-width RMS (Low-Rank AttnRes, Eqs. 8-13), projected keys (Eqs. 25-27), separate
+routes for query-key and value (Role-Decoupled AttnRes, Eqs. 3-5) and the three controls of that paper. They combine freely. Their rows in
+the table of methods are in attnres_methods.py.
 
 Shapes: ... leading dimensions, D width, S sources, R key rank.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar, Literal, NamedTuple, cast
@@ -18,28 +20,33 @@ from torch import Tensor, nn
 
 from depthroute.common.errors import RequestError
 from depthroute.ops import DepthRead, depth_attention, hold
+from depthroute.residual.bank import Bank, BankConfig, SourceBank
 from depthroute.residual.norm import fusible, normalised
-from depthroute.residual.protocol import Body, Inputs, Norm, Residual, ResidualConfig, RoleInputs
-from depthroute.residual.schedule import block_ends
+from depthroute.residual.protocol import NO_TRACE, Body, Inputs, Norm, RoleInputs, Trace
+from depthroute.residual.stream import rms
 
 READ_AHEAD_FROM = 3  # closed sources: fewer are read again at every site faster than they are merged there
-BLOCK_FIELDS = frozenset({"block", "layers_per_block", "num_blocks"})
 
-Roles = Literal["shared", "decoupled", "tied", "average", "frozen_value"]
+Roles = Literal["shared", "decoupled", "separate", "tied", "average", "frozen_value"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttnResConfig(ResidualConfig):
-    """Attention Residuals and its low-rank and role-decoupled refinements.
-
-    At most one of `block` (sub-layers a block), `layers_per_block` and `num_blocks` (ceil boundaries); none of them is Full AttnRes.
+class AttnResConfig(BankConfig):
+    """Attention Residuals, its low-rank and role-decoupled refinements, and its ablations.
 
     `rank`: how many coordinates the keys have; None is the width. `keys`: "slice" takes the last `rank` coordinates of a source,
-    "projected" learns a projection beside every output projection. `key_norm`: "slice" or "full", the RMS a sliced key is divided by.
-    `key_gain`: whether a site's key norm has a learned gain (Attention Residuals and the role-decoupled paper: yes; low-rank: no).
+    "projected" learns a projection beside every output projection. `key_norm`: "slice" or "full", the RMS a sliced key is divided by, or
+    "none". `key_gain`: whether a site's key norm has a learned gain (Attention Residuals and the role-decoupled paper: yes; low-rank:
+    no).
 
-    `roles`: "shared", one route for query, key and value; "decoupled", a second one for the value; and the controls "tied" (both roles
-    read by the same route), "average" (two routes, their mixtures averaged) and "frozen_value" (the value route stays uniform).
+    `heads`: groups of channels that are mixed apart (Multi-Head Attention Residuals). `weighting`: "softmax", or "sigmoid" of every score
+    by itself. `scaled`: divide scores by sqrt(R). `values`: "raw" sources, or "normed", divided by their RMS (the inkling2 models).
+    `count_prior`: beta, by which the logarithm of the number of outputs in a source is multiplied and added to its score; None is no
+    prior. `learned_count_prior`: a beta a site that starts there.
+
+    `roles`: "shared", one route for query, key and value; "decoupled", a second one for the value; "separate", one each; and the controls
+    "tied" (both roles read by the same route), "average" (two routes, their mixtures averaged) and "frozen_value" (the value route stays
+    uniform).
 
     `first_read`: give the first site parameters although it can only read the embedding, as the role-decoupled paper counts them. They
     change nothing and their gradient is zero.
@@ -50,80 +57,60 @@ class AttnResConfig(ResidualConfig):
 
     name: ClassVar[str] = "attnres"
 
-    block: int | None = None
-    layers_per_block: int | None = None
-    num_blocks: int | None = None
     rank: int | None = None
     keys: Literal["slice", "projected"] = "slice"
-    key_norm: Literal["slice", "full"] = "slice"
+    key_norm: Literal["slice", "full", "none"] = "slice"
     key_gain: bool = True
+    heads: int = 1
+    weighting: Literal["softmax", "sigmoid"] = "softmax"
+    scaled: bool = False
+    values: Literal["raw", "normed"] = "raw"
+    count_prior: float | None = None
+    learned_count_prior: bool = False
     roles: Roles = "shared"
     first_read: bool = False
     phases: bool = True
-    eps: float = 1e-6
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.rank is not None and self.rank < 1:
             raise RequestError(f"residual.rank = {self.rank} is not allowed; it takes 1 or more, or none for the width.")
         if self.keys == "projected" and self.rank is None:
             raise RequestError("residual.keys = 'projected' needs residual.rank, the width of the projected keys.")
         if self.keys == "projected" and self.key_norm == "full":
             raise RequestError("residual.key_norm = 'full' is for sliced keys; projected keys are divided by their own RMS.")
-        if not self.eps > 0:
-            raise RequestError(f"residual.eps = {self.eps} is not allowed; it must be positive.")
-
-    @property
-    def has_blocks(self) -> bool:
-        """Block AttnRes, not Full."""
-        return any(getattr(self, name) is not None for name in BLOCK_FIELDS)
+        if self.heads < 1:
+            raise RequestError(f"residual.heads = {self.heads} is not allowed; it takes 1 or more.")
+        if self.learned_count_prior and self.count_prior is None:
+            raise RequestError("residual.learned_count_prior needs residual.count_prior, the value that it starts from.")
 
     def build(self, body: Body) -> AttnRes:
         return AttnRes(self, body)
 
 
 class Ahead(NamedTuple):
-    """Phase 1 of a site: its queries [1 or 2, R], gain folded in, and what they read from the closed sources."""
+    """Phase 1 of a site: its queries [1 to 3, R], gain folded in, and what they read from the closed sources."""
 
     queries: Tensor
     reads: tuple[DepthRead, ...]
 
 
-class Bank(NamedTuple):
-    """The depth memory: closed sources (the embedding first) and the open block's partial sum, None when it is empty.
-
-    `ahead` holds phase 1 for the sites of the open block that have yet to merge its partial sum, the next one first; it is empty where
-    sites read everything by themselves.
-
-    With projected keys each source has its key [..., R] beside it; the key of a block is the sum of its sub-layers' keys, since
-    output and key come from one widened projection.
-    """
-
-    closed: tuple[Tensor, ...]
-    partial: Tensor | None
-    closed_keys: tuple[Tensor, ...]
-    partial_key: Tensor | None
-    ahead: tuple[Ahead, ...] = ()
-
-    def sources(self) -> tuple[Tensor, ...]:
-        return self.closed if self.partial is None else (*self.closed, self.partial)
-
-    def keys(self) -> tuple[Tensor, ...] | None:
-        keys = self.closed_keys if self.partial_key is None else (*self.closed_keys, self.partial_key)
-        return keys or None
-
-
 class Site(nn.Module):
-    """The parameters of one read: a route query, one more for the value where roles are separate, and the key norm's gain."""
+    """The parameters of one read: route queries, the key norm's gain and the count prior's strength, where there are such."""
 
-    def __init__(self, rank: int, value_query: bool, key_gain: bool) -> None:
+    def __init__(self, config: AttnResConfig, rank: int, roles: bool) -> None:
         super().__init__()
+        self.prior = config.count_prior
+        separate, gain = roles and config.roles == "separate", config.key_gain and config.key_norm != "none"
         self.query = nn.Parameter(torch.zeros(rank))
-        self.value_query = nn.Parameter(torch.zeros(rank)) if value_query else None
-        self.key_gain = nn.Parameter(torch.ones(rank)) if key_gain else None
+        self.key_query = nn.Parameter(torch.zeros(rank)) if separate else None
+        self.value_query = nn.Parameter(torch.zeros(rank)) if separate or (roles and config.roles in ("decoupled", "average")) else None
+        self.key_gain = nn.Parameter(torch.ones(rank)) if gain else None
+        self.count_prior = nn.Parameter(torch.zeros(1)) if config.learned_count_prior else None
 
     def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Queries zero, so that training starts from the mean of the sources; gains one."""
-        parameter.fill_(1.0 if name == "key_gain" else 0.0)
+        parameter.fill_({"key_gain": 1.0, "count_prior": self.prior or 0.0}.get(name, 0.0))
 
 
 class KeyProjection(nn.Linear):
@@ -136,26 +123,21 @@ class KeyProjection(nn.Linear):
         parameter.normal_(0.0, 0.02, generator=generator)
 
 
-class AttnRes(Residual):
+class AttnRes(SourceBank):
     """Sites are numbered like sub-layers; site 2L is the read before the head."""
 
     def __init__(self, config: AttnResConfig, body: Body) -> None:
-        super().__init__(body)
+        super().__init__(config, body)
         rank = body.width if config.rank is None else config.rank
         if rank > body.width:
             raise RequestError(f"residual.rank = {rank} is larger than the width {body.width}; it takes 1 to {body.width}.")
+        if rank % config.heads or body.width % config.heads:
+            raise RequestError(f"residual.heads = {config.heads} does not divide the width {body.width} and the key rank {rank}.")
         self.config = config
         self.rank = rank
-        self.ends = block_ends(
-            body.sublayers, block=config.block, layers_per_block=config.layers_per_block, num_blocks=config.num_blocks
-        )
-        self._block = dict(zip((0, *self.ends[:-1]), self.ends, strict=True))  # where a block begins: where it ends
         first = 0 if config.first_read else 1
         self.sites = nn.ModuleDict(
-            {
-                str(site): Site(rank, config.roles in ("decoupled", "average") and self._has_roles(site), config.key_gain)
-                for site in range(first, body.sublayers + 1)
-            }
+            {str(site): Site(config, rank, self._has_roles(site)) for site in range(first, body.sublayers + 1)}
         )
         self.embedding_key: KeyProjection | None = None
         self.key_projections = nn.ModuleDict()
@@ -163,13 +145,18 @@ class AttnRes(Residual):
             self.embedding_key = KeyProjection(body.width, rank)
             for site in range(body.sublayers):
                 self.key_projections[str(site)] = KeyProjection(body.activation(site), rank)
+        self._options: dict[str, Any] = {
+            "key_norm": config.key_norm, "eps": config.eps, "heads": config.heads, "weighting": config.weighting
+        }  # fmt: skip
 
     def _has_roles(self, site: int) -> bool:
         return self.config.roles != "shared" and site % 2 == 0 and site < self.body.sublayers
 
     def open(self, embedding: Tensor) -> Bank:
-        keys = () if self.embedding_key is None else (hold(self.embedding_key(embedding).to(embedding.dtype)),)
-        return Bank((hold(embedding),), None, keys, None)
+        bank = super().open(self._source(embedding))
+        if self.embedding_key is None:
+            return bank
+        return bank._replace(closed_keys=(hold(self.embedding_key(embedding).to(embedding.dtype)),))
 
     def read(self, memory: Bank, site: int, norm: Norm | None = None) -> Inputs:
         roles = self._has_roles(site)
@@ -182,81 +169,75 @@ class AttnRes(Residual):
             first = memory.closed[0]
             reads = (cast(Tensor, depth_attention([first], first.new_zeros(1), **options)),)
         mixed = (reads[0] + reads[1]) / 2 if len(reads) > 1 and average else reads[0]
-        inputs = RoleInputs(mixed, mixed, reads[-1]) if roles and not average else mixed
+        inputs = RoleInputs(mixed, reads[len(reads) // 3], reads[-1]) if roles and not average else mixed
         return inputs if fused is not None else normalised(inputs, norm)
 
-    def write(self, memory: Bank, site: int, output: Tensor, activation: Tensor | None = None) -> Bank:
-        dtype = memory.closed[0].dtype
-        partial = output.to(dtype) if memory.partial is None else memory.partial + output.to(dtype)
-        partial_key: Tensor | None = None
-        if self.embedding_key is not None:
-            if activation is None:
-                raise RequestError("projected keys need write(..., activation): what the sub-layer feeds its output projection.")
-            key = self.key_projections[str(site)](activation).to(dtype)
-            partial_key = key if memory.partial_key is None else memory.partial_key + key
-        if site + 1 not in self.ends:
-            ahead = memory.ahead if memory.partial is None else memory.ahead[1:]
-            return memory._replace(partial=partial, partial_key=partial_key, ahead=ahead)
-        keys = () if partial_key is None else (*memory.closed_keys, hold(partial_key))
-        bank = Bank((*memory.closed, hold(partial)), None, keys, None)
-        return bank._replace(ahead=self._read_ahead(bank, site + 1)) if self.config.phases else bank
+    def write(self, memory: Bank, site: int, output: Tensor, trace: Trace = NO_TRACE) -> Bank:
+        """A site that merges what was prepared for it has used it up."""
+        if memory.partial is not None:
+            memory = memory._replace(ahead=memory.ahead[1:])
+        return super().write(memory, site, output, trace)
 
-    def _read_ahead(self, memory: Bank, start: int) -> tuple[Ahead, ...]:
+    def _key(self, site: int, trace: Trace) -> Tensor | None:
+        if self.embedding_key is None:
+            return None
+        if trace.activation is None:
+            raise RequestError("projected keys need write(..., Trace(activation=...)): what the sub-layer feeds its output projection.")
+        key: Tensor = self.key_projections[str(site)](trace.activation)
+        return key
+
+    def _source(self, summary: Tensor) -> Tensor:
+        return summary if self.config.values == "raw" else rms(summary, self.config.eps).to(summary.dtype)
+
+    def _prepare(self, bank: Bank, start: int) -> tuple[Ahead, ...]:
         """Phase 1 of the block that begins at sub-layer `start`, for the sites that will have a partial sum to merge."""
-        sites = range(start + 1, self._block.get(start, start))
-        if not sites or len(memory.closed) < READ_AHEAD_FROM:
+        sites = self.sites_of_block(start)[1:]
+        closed, keys = self._within(bank.closed, room_for=1), self._within(bank.closed_keys, room_for=1)
+        if not self.config.phases or not sites or len(closed) < READ_AHEAD_FROM:
             return ()
-        queries = [query for site in sites for query in self._queries(site)]
-        if self.config.key_gain:
-            gains = [self._site(site).key_gain for site in sites for _ in self._queries(site)]
-            folded = torch.stack(queries) * torch.stack([gain for gain in gains if gain is not None])
-        else:
-            folded = torch.stack(queries)
-        found = depth_attention(
-            memory.closed, folded, keys=memory.keys(), key_norm=self.config.key_norm, eps=self.config.eps, return_statistics=True
-        )
-        reads = iter(cast("tuple[DepthRead, ...]", found))
-        numbers = [len(self._queries(site)) for site in sites]
-        return tuple(
-            Ahead(of_site, tuple(islice(reads, number))) for of_site, number in zip(torch.split(folded, numbers), numbers, strict=True)
-        )
+        queries = [self._folded(site) for site in sites]
+        biases = [self._bias(site) for site, of_site in zip(sites, queries, strict=True) for _ in of_site]
+        prior = torch.stack([bias[:-1] for bias in biases if bias is not None]) if biases[0] is not None else None
+        softmax = self.config.weighting == "softmax"  # the reads of a sigmoid add up as they are
+        found = depth_attention(closed, torch.cat(queries), keys=keys or None, bias=prior, return_statistics=softmax, **self._options)
+        assert isinstance(found, tuple)
+        reads = iter([read if isinstance(read, DepthRead) else DepthRead(cast(Tensor, read)) for read in found])
+        return tuple(Ahead(of_site, tuple(islice(reads, len(of_site)))) for of_site in queries)
 
     def _mixtures(self, memory: Bank, site: int, options: dict[str, Any]) -> tuple[Tensor, ...]:
-        """What the site's one or two queries read from all sources."""
-        options |= {"key_norm": self.config.key_norm, "eps": self.config.eps}
+        """What the site's queries read from all sources."""
+        options |= self._options
+        bias = self._bias(site)
         if memory.ahead and memory.partial is not None:
             (queries, prior), key = memory.ahead[0], memory.partial_key
-            mixed = depth_attention([memory.partial], queries, keys=None if key is None else [key], prior=prior, **options)
+            bias = None if bias is None else bias[-1:]
+            open_block, keys = self._source(memory.partial), None if key is None else (key,)
+            mixed = depth_attention([open_block], queries, keys=keys, bias=bias, prior=prior, **options)
         else:
-            gain = self._site(site).key_gain
-            mixed = depth_attention(memory.sources(), torch.stack(self._queries(site)), keys=memory.keys(), key_gain=gain, **options)
+            keys, gain = self._within(memory.keys() or ()) or None, self._site(site).key_gain
+            mixed = depth_attention(self.sources(memory), torch.stack(self._queries(site)), keys=keys, key_gain=gain, bias=bias, **options)
         assert isinstance(mixed, tuple)
         return mixed
 
-    def source_names(self, site: int) -> tuple[str, ...]:
-        names = ["embedding"]
-        start = 0
-        for number, end in enumerate(self.ends, start=1):
-            written = min(end, site) - start
-            if written <= 0:
-                break
-            if end - start == 1:
-                names.append(f"{'attention' if start % 2 == 0 else 'mlp'} {start // 2}")
-            else:
-                names.append(f"block {number}" if written == end - start else f"block {number} so far")
-            start = end
-        return tuple(names)
+    def sources(self, memory: Bank) -> tuple[Tensor, ...]:
+        if memory.partial is not None:
+            memory = memory._replace(partial=self._source(memory.partial))
+        return super().sources(memory)
 
     def source_weights(self, memory: Bank, site: int) -> dict[str, Tensor]:
-        if len(memory.sources()) == 1:
+        sources = self.sources(memory)
+        if len(sources) == 1:
             return {}
         with torch.no_grad():
             reads = depth_attention(
-                memory.sources(), torch.stack(self._queries(site)), keys=memory.keys(), key_norm=self.config.key_norm,
-                key_gain=self._site(site).key_gain, eps=self.config.eps, return_weights=True,
+                sources, torch.stack(self._queries(site)), keys=self._within(memory.keys() or ()) or None,
+                key_gain=self._site(site).key_gain, bias=self._bias(site), return_weights=True, **self._options,
             )  # fmt: skip
         weights = [read.weights for read in reads if isinstance(read, DepthRead) and read.weights is not None]
-        return {"shared": weights[0]} if len(weights) == 1 else {"query_key": weights[0], "value": weights[1]}
+        names = {1: ("shared",), 2: ("query_key", "value"), 3: ("query", "key", "value")}[len(weights)]
+        if self.config.heads == 1:
+            return dict(zip(names, weights, strict=True))
+        return {f"{name}, head {head}": of_head for name, read in zip(names, weights, strict=True) for head, of_head in enumerate(read)}
 
     def _site(self, site: int) -> Site:
         parameters = self.sites[str(site)]
@@ -264,11 +245,22 @@ class AttnRes(Residual):
         return parameters
 
     def _queries(self, site: int) -> list[Tensor]:
-        """The route query of a site [R], or one for query-key and one for value."""
+        """The route queries of a site, [R] each: one, or one for each role in the order query, key, value."""
         parameters = self._site(site)
-        if parameters.value_query is not None:
-            return [parameters.query, parameters.value_query]
+        found: list[Tensor] = [query for query in (parameters.query, parameters.key_query, parameters.value_query) if query is not None]
         if self.config.roles == "frozen_value" and self._has_roles(site):
-            return [parameters.query, torch.zeros_like(parameters.query)]
-        return [parameters.query]
+            found.append(torch.zeros_like(parameters.query))
+        return [query * self.rank**-0.5 for query in found] if self.config.scaled else found
 
+    def _folded(self, site: int) -> Tensor:
+        """The queries of a site, [1 to 3, R], the key norm's gain folded in."""
+        queries, gain = torch.stack(self._queries(site)), self._site(site).key_gain
+        return queries if gain is None else queries * gain
+
+    def _bias(self, site: int) -> Tensor | None:
+        """What the count prior adds to the scores at a site, [S]."""
+        if self.config.count_prior is None:
+            return None
+        parameters = self._site(site)
+        logarithms = parameters.query.new_tensor([math.log(count) for count in self.counts(site)])
+        return logarithms * (self.config.count_prior if parameters.count_prior is None else parameters.count_prior)

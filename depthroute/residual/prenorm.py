@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from depthroute.residual.norm import normalised
-from depthroute.residual.protocol import Body, Inputs, Norm, Residual, ResidualConfig
+from depthroute.residual.method import Degenerate, Method
+from depthroute.residual.protocol import NO_TRACE, Body, ResidualConfig, Trace
+from depthroute.residual.stream import Stream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,14 +22,26 @@ class PreNormConfig(ResidualConfig):
         return PreNorm(body)
 
 
-class PreNorm(Residual):
+class PreNorm(Stream):
     """The memory is the stream itself, one tensor [..., D]."""
 
-    def open(self, embedding: Tensor) -> Tensor:
-        return embedding
-
-    def read(self, memory: Tensor, site: int, norm: Norm | None = None) -> Inputs:
-        return normalised(memory, norm)
-
-    def write(self, memory: Tensor, site: int, output: Tensor, activation: Tensor | None = None) -> Tensor:
+    def write(self, memory: Tensor, site: int, output: Tensor, trace: Trace = NO_TRACE) -> Tensor:
         return memory + output.to(memory.dtype)
+
+
+METHODS = (
+    Method(
+        name="prenorm",
+        label="PreNorm",
+        configure=lambda base: PreNormConfig(),
+        equation="h = h + f(N h)",
+        reads="the sum of everything so far",
+        dynamic=False,
+        parameters="0",
+        state="d",
+        cost="0",
+        traffic="3d",
+        paper="Xiong et al. 2020",
+        degenerate=(Degenerate(says="is the plain stream", config=PreNormConfig(), equals=PreNormConfig()),),
+    ),
+)

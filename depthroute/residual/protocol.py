@@ -2,12 +2,15 @@
 
     memory = residual.open(embedding)
     for site, (norm, sublayer) in enumerate(sublayers):          # attention at even sites, MLP at odd ones
-        output, activation = sublayer(residual.read(memory, site, norm))
-        memory = residual.write(memory, site, output, activation)
+        inputs = residual.read(memory, site, norm)
+        memory = residual.write(memory, site, sublayer(inputs))
     hidden = residual.close(memory, final_norm)                  # the last read, before the head
 
 A memory is an immutable pytree of tensors. `read` is pure. The method owns all its parameters, a group per site. The norm before a
 sub-layer belongs to the body; it is handed to the read, so that a method can apply it in the same pass, or somewhere else.
+
+Some methods look further: at what the sub-layer read or fed its output projection (`Trace`), at the values that an attention has
+projected (`values`), or at how the body is built (`Adaptation`). A body that offers these serves every method.
 
 Shapes: ... any leading dimensions (batch, tokens), D width, S sources.
 """
@@ -15,8 +18,9 @@ Shapes: ... any leading dimensions (batch, tokens), D width, S sources.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -34,6 +38,39 @@ class RoleInputs(NamedTuple):
 Inputs = Tensor | RoleInputs
 Norm = Callable[[Tensor], Tensor]
 Memory = Any  # a pytree of tensors that only its own method looks into
+Kept = Any  # a pytree of tensors that `values` hands to `write`
+
+
+class Projected(NamedTuple):
+    """What an attention sub-layer has projected, head by head, normalised and rotated as token attention takes it."""
+
+    query: Tensor  # [B, H, T, E]
+    key: Tensor  # [B, K, T, E]
+    value: Tensor | None  # [B, K, T, E]; None where the body was built without a value projection
+
+
+class Trace(NamedTuple):
+    """What a sub-layer's run leaves behind beside its output. A method takes what it needs and says so if it is not there."""
+
+    inputs: Inputs | None = None  # what `read` returned: the norm is applied
+    activation: Tensor | None = None  # what the sub-layer fed its output projection
+    kept: Kept = None  # what `values` asked to keep
+
+
+NO_TRACE = Trace()
+
+
+class Adaptation(NamedTuple):
+    """What a method needs otherwise in the body it serves; whoever builds the body asks `ResidualConfig.adaptation` first.
+
+    `input_norms`: whether there is a norm before every sub-layer. `value_layers`: how many layers, from the first, project values; None is
+    all. `initial_scale`: what the initial standard deviation of a weight matrix is multiplied with, by its name in a layer ("query", "key",
+    "value", "output", "gate", "up", "down"); 1 where it is not named.
+    """
+
+    input_norms: bool = True
+    value_layers: int | None = None
+    initial_scale: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +81,7 @@ class Body:
     layers: int
     attention_activation: int  # width of what the attention's output projection is fed
     mlp_activation: int  # width of what the MLP's output projection is fed
+    norms: str = "pre"  # where the body has its norms; "pre" is one before every sub-layer
 
     @property
     def sublayers(self) -> int:
@@ -70,6 +108,10 @@ class ResidualConfig(abc.ABC):
     def build(self, body: Body) -> Residual:
         """The module that does it. Raises RequestError where the method does not fit the body."""
 
+    def adaptation(self, body: Body) -> Adaptation:
+        """What the method needs otherwise in its body; as a rule nothing."""
+        return Adaptation()
+
     def check(self, body: Body) -> None:
         """Refuse a body that the method does not fit, before any work starts; nothing is allocated."""
         with torch.device("meta"):
@@ -94,11 +136,17 @@ class Residual(nn.Module, abc.ABC):
     def read(self, memory: Memory, site: int, norm: Norm | None = None) -> Inputs:
         """The input of the sub-layer at `site`, through its `norm` if there is one: [..., D], or one tensor per role at attention sites."""
 
+    def values(self, memory: Memory, site: int, projected: Projected) -> tuple[Tensor, Kept]:
+        """The values [B, K, T, E] that the attention at `site` attends to (and caches), and what `write` is to get as `Trace.kept`."""
+        assert projected.value is not None
+        return projected.value, None
+
     @abc.abstractmethod
-    def write(self, memory: Memory, site: int, output: Tensor, activation: Tensor | None = None) -> Memory:
+    def write(self, memory: Memory, site: int, output: Tensor, trace: Trace = NO_TRACE) -> Memory:
         """The memory after the sub-layer at `site` has put out `output` [..., D].
 
-        `activation` is what it fed its output projection; only methods with projected keys look at it.
+        Raises:
+            RequestError: the method needs something of the trace that is not there.
         """
 
     def close(self, memory: Memory, norm: Norm | None = None) -> Tensor:

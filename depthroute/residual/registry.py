@@ -1,76 +1,126 @@
-"""Every residual method by name, and the short specifications that people type: `block:8`, `rd:8,rank=64`."""
+"""Every residual method by name, and the short specifications that people type: `block:8`, `rd:8,rank=64`, `hc:2`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import re
 from typing import Any
 
 from depthroute.common.config import override
 from depthroute.common.errors import RequestError, choose
-from depthroute.residual.attnres import BLOCK_FIELDS, AttnResConfig
-from depthroute.residual.prenorm import PreNormConfig
+from depthroute.residual import (
+    attnres_methods,
+    delta,
+    denseformer,
+    depth_attention,
+    dynamic,
+    highway,
+    hyper,
+    laurel,
+    layerscale,
+    linear,
+    mhc,
+    mrla,
+    muddformer,
+    postnorm,
+    prenorm,
+    rezero,
+    skips,
+    static,
+    values,
+)  # fmt: skip
+from depthroute.residual.attnres import AttnResConfig
+from depthroute.residual.bank import BLOCK_FIELDS, BankConfig
+from depthroute.residual.method import Method
 from depthroute.residual.protocol import METHODS, ResidualConfig
 
-METHODS.update({config.name: config for config in (PreNormConfig, AttnResConfig)})
+# A line a file, in the order of the table: streams, histories, several streams, banks of sources, inside attention.
+FILES = (
+    prenorm,
+    postnorm,
+    rezero,
+    layerscale,
+    highway,
+    laurel,
+    skips,
+    denseformer,
+    muddformer,
+    mrla,
+    hyper,
+    mhc,
+    attnres_methods,
+    static,
+    dynamic,
+    linear,
+    delta,
+    values,
+    depth_attention,
+)
+
+SPECIFICATIONS: dict[str, Method] = {}  # what a user may type
 
 
-def _attnres(base: AttnResConfig, **changes: Any) -> AttnResConfig:
-    """Full-rank, shared-route AttnRes with the block size and norms of `base`, then `changes`."""
-    return replace(base, **{"rank": None, "keys": "slice", "roles": "shared", **changes})
+def register(method: Method) -> None:
+    """Make a method known: to specifications, to configurations read from JSON, and to the table.
+
+    Raises:
+        RequestError: the name is taken.
+    """
+    config = type(method.configure(AttnResConfig()))
+    if method.name in SPECIFICATIONS or METHODS.get(config.name, config) is not config:
+        raise RequestError(f"the residual method {method.name!r} is there already; choose another name.")
+    SPECIFICATIONS[method.name] = method
+    METHODS[config.name] = config
 
 
-def _without_blocks(base: AttnResConfig) -> AttnResConfig:
-    return replace(base, block=None, layers_per_block=None, num_blocks=None)
-
-
-# What a user may type: the name, and how it starts from a recipe's own AttnRes configuration.
-SPECIFICATIONS: dict[str, Callable[[AttnResConfig], ResidualConfig]] = {
-    "prenorm": lambda base: PreNormConfig(),
-    "full": lambda base: _attnres(_without_blocks(base)),
-    "block": _attnres,
-    "rd": lambda base: _attnres(base, roles="decoupled"),
-    "rd-tied": lambda base: _attnres(base, roles="tied"),
-    "rd-average": lambda base: _attnres(base, roles="average"),
-    "rd-frozen-value": lambda base: _attnres(base, roles="frozen_value"),
-    "low-rank": lambda base: _attnres(base, rank=base.rank),
-}
+for _file in FILES:
+    for _method in _file.METHODS:
+        register(_method)
 
 
 def parse_residual(text: str, base: AttnResConfig | None = None) -> ResidualConfig:
-    """A residual method from `NAME[:BLOCK][,FIELD=VALUE...]`, the block size in sub-layers: `block:8,rank=128,key_norm=full`.
+    """A residual method from `NAME[:SIZE][,FIELD=VALUE...]`: `block:8,rank=128,key_norm=full`, `hc:2`.
 
-    `base` is what the AttnRes names start from: a recipe's block size, key norm and rank. A size in `text` replaces it.
+    SIZE is the field that the method names, sub-layers a block for those with blocks. `base` is what the AttnRes names start from: a
+    recipe's block size, key norm and rank. A size in `text` replaces it.
 
     Raises:
         RequestError: an unknown name or field (with the nearest right one), a size that is not a number or does not belong.
     """
     base = base or AttnResConfig()
-    head, *settings = text.split(",")
+    head, *settings = re.split(r",(?![^\[]*\])", text)  # not within a list
     name, colon, size = head.partition(":")
     if name not in SPECIFICATIONS:
         raise RequestError(f"residual method {text}: {choose('residual method', name, SPECIFICATIONS)}")
+    method = SPECIFICATIONS[name]
     changes: dict[str, Any] = {}
     for setting in settings:
         field, equals, value = setting.partition("=")
         if not equals:
             raise RequestError(f"residual method {text}: {setting!r} is not FIELD=VALUE.")
-        if field in changes or (colon and field in BLOCK_FIELDS):
+        if field in changes or (colon and (field == method.size or (method.size == "block" and field in BLOCK_FIELDS))):
             raise RequestError(f"residual method {text}: {field} is given twice; give it once.")
-        if name == "full" and field in BLOCK_FIELDS:
-            raise RequestError(f"residual method {text}: 'full' has no blocks; write 'block,{setting}'.")
         changes[field] = value
     if colon:
-        if name in ("prenorm", "full"):
-            raise RequestError(f"residual method {text}: {name!r} takes no block size; write 'block:{size}' for blocks.")
+        if method.size is None:
+            raise RequestError(f"residual method {text}: {name!r} takes no size{_instead(name, size)}.")
         if not size.isdecimal():
-            raise RequestError(f"residual method {text}: the block size {size!r} is not a whole number of sub-layers.")
-        changes["block"] = int(size)
+            what = "a whole number of sub-layers" if method.size == "block" else f"a whole number, its {method.size}"
+            raise RequestError(f"residual method {text}: the size {size!r} is not {what}.")
+        changes[method.size] = int(size)
     if BLOCK_FIELDS & changes.keys():
-        base = _without_blocks(base)
+        base = attnres_methods.without_blocks(base)
     if name == "low-rank" and base.rank is None and "rank" not in changes:
         raise RequestError(f"residual method {text}: low-rank keys need a rank: {text},rank=64.")
-    config = SPECIFICATIONS[name](base)
+    config = method.configure(base)
+    if isinstance(config, BankConfig) and BLOCK_FIELDS & changes.keys():
+        if method.size is None:
+            raise RequestError(f"residual method {text}: {name!r} has no blocks{_instead(name, '8')}.")
+        config = attnres_methods.without_blocks(config)
     if name == "block" and isinstance(config, AttnResConfig) and not (BLOCK_FIELDS & changes.keys() or config.has_blocks):
         raise RequestError("residual method block needs a size: block:8 (sub-layers), block,layers_per_block=4 or block,num_blocks=8.")
     return override(config, changes)
+
+
+def _instead(name: str, size: str) -> str:
+    """The method of that kind that has blocks."""
+    return f"; write 'block:{size}' for blocks" if name in ("prenorm", "full") else ""

@@ -12,6 +12,23 @@ from torch import Tensor, nn
 
 from depthroute.model import Decoder, ModelConfig
 from depthroute.residual import AttnResConfig, PreNormConfig, ResidualConfig, attnres
+from depthroute.residual.delta import DeltaConfig
+from depthroute.residual.denseformer import DenseFormerConfig
+from depthroute.residual.depth_attention import DepthAttentionConfig
+from depthroute.residual.dynamic import DynamicQueryConfig
+from depthroute.residual.highway import HighwayConfig
+from depthroute.residual.hyper import HyperConnectionsConfig
+from depthroute.residual.laurel import LaurelConfig
+from depthroute.residual.layerscale import LayerScaleConfig
+from depthroute.residual.linear import LinearDepthConfig
+from depthroute.residual.mhc import MHCConfig
+from depthroute.residual.mrla import MRLAConfig
+from depthroute.residual.muddformer import MUDDFormerConfig
+from depthroute.residual.postnorm import PostNormConfig
+from depthroute.residual.rezero import ReZeroConfig
+from depthroute.residual.skips import SkipsConfig
+from depthroute.residual.static import StaticMixConfig
+from depthroute.residual.values import ValueResidualConfig
 from depthroute.train import initialise
 from depthroute.train.initialise import parameter_generator
 
@@ -29,7 +46,44 @@ CONFIGS: dict[str, ResidualConfig] = {
     "projected": AttnResConfig(block=2, rank=5, keys="projected"),
     "projected full": AttnResConfig(rank=5, keys="projected", roles="decoupled"),
     "projected decoupled": AttnResConfig(block=3, rank=5, keys="projected", roles="decoupled"),
-    **{roles: AttnResConfig(block=3, roles=roles) for roles in ("decoupled", "tied", "average", "frozen_value")},
+    **{roles: AttnResConfig(block=3, roles=roles) for roles in ("decoupled", "tied", "average", "frozen_value", "separate")},
+    "heads": AttnResConfig(block=2, heads=3),
+    "sigmoid": AttnResConfig(block=4, weighting="sigmoid"),
+    "no key norm": AttnResConfig(key_norm="none"),
+    "window": AttnResConfig(block=2, window=2),
+    "rms blocks": AttnResConfig(block=2, summary="rms"),
+    "mean blocks": AttnResConfig(block=2, summary="mean"),
+    "count prior": AttnResConfig(ends=(1, 4, 6), count_prior=1.0, learned_count_prior=True),
+    "normed": AttnResConfig(block=2, values="normed", scaled=True, roles="separate"),
+    "static": StaticMixConfig(),
+    "static raw": StaticMixConfig(raw=True, block=2),
+    "dynamic query": DynamicQueryConfig(query_rank=3),
+    "block query": DynamicQueryConfig(block=2, query_from="block", window=2),
+    "linear": LinearDepthConfig(),
+    "delta": DeltaConfig(),
+    "delta block": DeltaConfig(block=2, gate="sigmoid"),
+    "postnorm": PostNormConfig(),
+    "deepnorm": PostNormConfig(deep=True),
+    "rezero": ReZeroConfig(),
+    "layerscale": LayerScaleConfig(),
+    "highway": HighwayConfig(),
+    "highway full": HighwayConfig(gate="full", coupled=False),
+    "laurel": LaurelConfig(weights=True, rank=3, previous=2),
+    "skips": SkipsConfig(unet=True),
+    "denseformer": DenseFormerConfig(),
+    "denseformer 2x3": DenseFormerConfig(dilation=2, period=3),
+    "muddformer": MUDDFormerConfig(rounded=False),
+    "muddformer prepost": MUDDFormerConfig(rounded=False, prepost=True, separate_norms=True),
+    "mrla base": MRLAConfig(head_width=4),
+    "mrla light": MRLAConfig(head_width=4, light=True),
+    "hc static": HyperConnectionsConfig(streams=2, dynamic=False),
+    "hc": HyperConnectionsConfig(streams=3, norm_gain=True),
+    "mhc": MHCConfig(streams=3),
+    "mhc released": MHCConfig(streams=2, numerics="released", head="mean"),
+    "value residual": ValueResidualConfig(),
+    "value residual learned": ValueResidualConfig(learned=True),
+    "svformer": ValueResidualConfig(shared=True),
+    "depth attention": DepthAttentionConfig(stride=1),
 }
 
 

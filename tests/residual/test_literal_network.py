@@ -97,9 +97,9 @@ def test_roles_and_keys_are_the_papers_equations(decoder: Make, tokens: Tensor, 
             break
         layer = model.layers[site // 2]
         if site % 2 == 0:
-            output, activation = layer.attention(RoleInputs(*(layer.attention_norm(x) for x in inputs)), model.rotary)
+            output, activation, _ = layer.attention(RoleInputs(*(layer.attention_norm(x) for x in inputs)), model.rotary)
         else:
-            output, activation = layer.mlp(layer.mlp_norm(inputs.query))
+            output, activation, _ = layer.mlp(layer.mlp_norm(inputs.query))
         outputs.append(output)
         projection = residual.key_projections[str(site)] if keys == "projected" else None
         output_keys.append(key_of(output, projection, activation))

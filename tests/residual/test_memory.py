@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from depthroute.model import Decoder
 from depthroute.ops.native import missing
-from depthroute.residual import AttnResConfig, Body, PreNormConfig, ResidualConfig, attnres
+from depthroute.residual import AttnResConfig, Body, PreNormConfig, ResidualConfig, bank
 from depthroute.residual.attnres import AttnRes
 
 Make = Callable[..., Decoder]
@@ -114,7 +114,7 @@ def test_gradients_of_the_memory_can_be_looked_at(
         return [direct, together, [source.grad for source in sources], [hooked[number] for number in range(len(sources))]]
 
     found = looked_at()
-    monkeypatch.setattr(attnres, "hold", lambda x: x.view_as(x))
+    monkeypatch.setattr(bank, "hold", lambda x: x.view_as(x))
     for ways, expected in zip(zip(*found, strict=True), looked_at()[0], strict=True):
         for gradient in ways:
             torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12 * expected.abs().max().item())
@@ -181,17 +181,15 @@ def test_recomputing_whole_layers_changes_nothing(decoder: Make, run: Run, token
     _, gradients = run(decoder(config))
     model, runs = decoder(config), 0
     memory = model.residual.open(model.embedding(tokens[:, :-1]))
-    for number, layer in enumerate(model.layers):
+    for number in range(len(model.layers)):
         leaves, spec = pytree.tree_flatten(memory)
 
-        def go(*given: Any, spec: Any = spec, layer: Any = layer, first: int = 2 * number) -> tuple[Any, ...]:
+        def go(*given: Any, spec: Any = spec, first: int = 2 * number) -> tuple[Any, ...]:
             nonlocal runs, after
             runs += 1
             memory = pytree.tree_unflatten(list(given), spec)
-            for site, norm, sublayer in ((first, layer.attention_norm, layer.attention), (first + 1, layer.mlp_norm, layer.mlp)):
-                inputs = model.residual.read(memory, site, norm)
-                output, activation = sublayer(inputs, model.rotary) if site % 2 == 0 else sublayer(inputs)
-                memory = model.residual.write(memory, site, output, activation)
+            for site in (first, first + 1):
+                memory = model.step(memory, site)
             leaves, after = pytree.tree_flatten(memory)
             return tuple(leaves)
 
@@ -253,5 +251,5 @@ def test_gradients_of_a_bf16_source_are_summed_in_float32(config: AttnResConfig,
         ]
 
     assert max(errors()) < roundings
-    monkeypatch.setattr(attnres, "hold", lambda x: x)
+    monkeypatch.setattr(bank, "hold", lambda x: x)
     assert errors()[0] > 1.5 * roundings

@@ -152,5 +152,5 @@ def test_settings_that_do_not_fit_the_body_are_refused(decoder: Make, tokens: Te
         decoder(AttnResConfig(block=7))
     projected = decoder(AttnResConfig(rank=4, keys="projected")).residual
     x = torch.zeros(1, 12, dtype=torch.float64)
-    with pytest.raises(RequestError, match=r"write\(..., activation\)"):
+    with pytest.raises(RequestError, match=r"Trace\(activation=...\)"):
         projected.write(projected.open(x), 0, x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -41,6 +42,7 @@ def test_by_hand() -> None:
     assert block_ends(6, num_blocks=4) == (2, 3, 5, 6)
     assert block_ends(10, layers_per_block=2) == (4, 8, 10)
     assert block_ends(3, num_blocks=9) == (1, 2, 3)
+    assert block_ends(6, ends=(1, 4, 6)) == (1, 4, 6)
 
 
 @pytest.mark.parametrize(
@@ -49,9 +51,14 @@ def test_by_hand() -> None:
         ({"block": 0}, "block = 0 is not allowed; it takes 1 to 6"),
         ({"num_blocks": 0}, "num_blocks = 0 is not allowed; it takes 1 or more"),
         ({"layers_per_block": 4}, "layers_per_block = 4 is not allowed; it takes 1 to 3 for 6 sub-layers"),
-        ({"block": 2, "num_blocks": 3}, "only one of block, layers_per_block and num_blocks, not block and num_blocks together"),
+        ({"block": 2, "num_blocks": 3}, "only one of block, layers_per_block, num_blocks and ends, not block and num_blocks together"),
+        ({"block": 2, "ends": (2, 6)}, "not block and ends together"),
+        ({"ends": ()}, "ends = \\[\\] is not allowed; it rises from 1 or more to 6"),
+        ({"ends": (0, 6)}, "ends = \\[0, 6\\] is not allowed"),
+        ({"ends": (2, 2, 6)}, "ends = \\[2, 2, 6\\] is not allowed"),
+        ({"ends": (2, 5)}, "ends = \\[2, 5\\] is not allowed"),
     ],
 )
-def test_what_does_not_fit_is_refused(arguments: dict[str, int], match: str) -> None:
+def test_what_does_not_fit_is_refused(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(RequestError, match=match):
         block_ends(6, **arguments)

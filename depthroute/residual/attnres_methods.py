@@ -1,0 +1,164 @@
+"""The members of the AttnRes family that have a name, and their rows in the table of methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from depthroute.residual.attnres import AttnResConfig
+from depthroute.residual.bank import BLOCK_FIELDS, BankConfig
+from depthroute.residual.method import CASE_WIDTH, Degenerate, Method, scattered
+from depthroute.residual.prenorm import PreNormConfig
+from depthroute.residual.protocol import ResidualConfig
+
+Banked = TypeVar("Banked", bound=BankConfig)
+ATTNRES = "Kimi Team 2026"
+
+
+def without_blocks(base: Banked) -> Banked:
+    """The same, with every sub-layer's output a source."""
+    none: dict[str, Any] = dict.fromkeys(BLOCK_FIELDS)
+    return replace(base, **none)
+
+
+def family(base: AttnResConfig, **changes: Any) -> AttnResConfig:
+    """Full-rank, shared-route AttnRes with the block size and norms of `base`, then `changes`."""
+    return replace(base, **{"rank": None, "keys": "slice", "roles": "shared", **changes})
+
+
+def _plain(config: ResidualConfig) -> Degenerate:
+    return Degenerate(says="queries zero: PreNorm, output and gradients of the body", config=config, equals=PreNormConfig())
+
+
+def _row(
+    name: str, label: str, changes: dict[str, Any], equation: str, degenerate: tuple[Degenerate, ...], *, parameters: str = "2d a site",
+    paper: str = ATTNRES, start: Callable[[AttnResConfig], AttnResConfig] = family, **facts: str,
+) -> Method:  # fmt: skip
+    """A row with what most members have in common."""
+    usual = {
+        "reads": "the embedding, block sums and the open partial sum", "state": "(N+2)d", "cost": "2Kd", "traffic": "(N/S + 5)d",
+    }  # fmt: skip
+    return Method(
+        name=name, label=label, configure=lambda base: start(base, **changes), size="block", equation=equation, dynamic=True,
+        parameters=parameters, paper=paper, degenerate=degenerate, **{**usual, **facts},
+    )  # fmt: skip
+
+
+def _full(base: AttnResConfig, **changes: Any) -> AttnResConfig:
+    return family(without_blocks(base), **changes)
+
+
+def _ranked(base: AttnResConfig, **changes: Any) -> AttnResConfig:
+    return family(base, rank=base.rank, **changes)
+
+
+_BLOCK = AttnResConfig(block=4)
+_EVERY = {"reads": "the embedding and every output", "state": "(2L+1)d", "traffic": "(S + N)d in N groups of S"}
+
+METHODS = (
+    Method(
+        name="full",
+        label="Full AttnRes",
+        configure=_full,
+        equation="h = sum_i softmax_i(q . N(s_i)) s_i",
+        dynamic=True,
+        parameters="2d a site",
+        cost="2Kd",
+        paper=f"{ATTNRES}, Eqs. 1-4",
+        degenerate=(_plain(AttnResConfig()),),
+        **_EVERY,
+    ),
+    _row(
+        "block", "Block AttnRes", {}, "the same over block sums and the open partial sum", (
+            _plain(_BLOCK),
+            Degenerate(says="blocks of one sub-layer: Full", config=AttnResConfig(block=1), adjust=scattered, equals=AttnResConfig(),
+                       adjust_other=scattered),
+        ), paper=f"{ATTNRES}, Eqs. 5-6",
+    ),
+    _row(
+        "low-rank", "Low-Rank AttnRes", {}, "keys are the last r coordinates of s_i; key_norm=full and keys=projected are its variants", (
+            _plain(AttnResConfig(block=4, rank=4, key_gain=False)),
+            Degenerate(says="r = d: AttnRes", config=AttnResConfig(rank=CASE_WIDTH), adjust=scattered, equals=AttnResConfig(),
+                       adjust_other=scattered),
+        ), start=_ranked, parameters="r a site, 2r with a key gain", cost="K(d + r)", paper="Su 2026, Eqs. 8-13, 25-27",
+    ),
+    _row(
+        "rd", "RD-AttnRes", {"roles": "decoupled"}, "one route for query and key, one for value", (
+            _plain(AttnResConfig(block=4, roles="decoupled")),
+            Degenerate(says="equal routes: Block", config=AttnResConfig(block=4, roles="decoupled"), adjust=scattered, equals=_BLOCK,
+                       adjust_other=scattered),
+        ), parameters="d a layer more than block", cost="3Kd", paper="RD-AttnRes, Eqs. 3-5",
+    ),
+    _row(
+        "rd-tied", "RD, tied", {"roles": "tied"}, "both roles by one route", (
+            Degenerate(says="Block, bit for bit", config=AttnResConfig(block=4, roles="tied"), adjust=scattered, equals=_BLOCK,
+                       adjust_other=scattered),
+        ), paper="RD-AttnRes, C.3",
+    ),
+    _row(
+        "rd-average", "RD, averaged", {"roles": "average"}, "two routes, the mean of what they read for all roles", (
+            Degenerate(says="equal routes: Block", config=AttnResConfig(block=4, roles="average"), adjust=scattered, equals=_BLOCK,
+                       adjust_other=scattered),
+        ), parameters="d a layer more than block", cost="3Kd", paper="RD-AttnRes, C.3",
+    ),
+    _row(
+        "rd-frozen-value", "RD, frozen value", {"roles": "frozen_value"}, "the value route stays uniform", (
+            _plain(AttnResConfig(block=4, roles="frozen_value")),
+        ), cost="3Kd", paper="RD-AttnRes, C.3",
+    ),
+    _row(
+        "mhar", "Multi-Head AttnRes", {"heads": 8}, "H groups of channels, a softmax each; the key is normalised as a whole", (
+            _plain(AttnResConfig(heads=2)),
+            Degenerate(says="one head: AttnRes", config=AttnResConfig(heads=1), adjust=scattered, equals=AttnResConfig(),
+                       adjust_other=scattered),
+        ), start=_full, paper="Luo et al. 2026, arXiv 2607.27230", **_EVERY,
+    ),
+    _row(
+        "mhar-block", "Multi-Head Block AttnRes", {"heads": 8}, "the same over block sums", (_plain(AttnResConfig(block=4, heads=2)),),
+        paper=f"{ATTNRES}, Table 4",
+    ),
+    _row(
+        "sigmoid", "AttnRes, sigmoid", {"weighting": "sigmoid"}, "h = sum_i sigmoid(q . N(s_i)) s_i", (
+            _plain(AttnResConfig(weighting="sigmoid")),
+        ), start=_full, paper=f"{ATTNRES}, Table 4", **_EVERY,
+    ),
+    _row(
+        "no-key-norm", "AttnRes, no key norm", {"key_norm": "none"}, "h = sum_i softmax_i(q . s_i) s_i", (
+            _plain(AttnResConfig(key_norm="none")),
+        ), start=_full, parameters="d a site", paper=f"{ATTNRES}, Table 4", **_EVERY,
+    ),
+    _row(
+        "window", "AttnRes, sliding window", {"window": 8}, "softmax over the embedding and the last W outputs", (
+            Degenerate(says="W beyond the depth: Full", config=AttnResConfig(window=10**6), adjust=scattered, equals=AttnResConfig(),
+                       adjust_other=scattered),
+        ), start=_full, paper=f"{ATTNRES}, Table 4", reads="the embedding and the last W outputs", state="(W+1)d", traffic="(W + 3)d",
+        notes="queries zero is not PreNorm: sources are forgotten",
+    ),
+    _row(
+        "rms-block", "RMS-Block AttnRes", {"summary": "rms"}, "a closed block is the sum of its outputs, each divided by its RMS", (
+            Degenerate(says="outputs of RMS one (a post-norm body): Block", config=AttnResConfig(block=4, summary="rms", eps=1e-30),
+                       adjust=scattered, equals=AttnResConfig(block=4, eps=1e-30), adjust_other=scattered, body={"norms": "post"},
+                       ignoring="output_norm"),
+        ), paper="kimmichtank/rms-block-attnres, 2026",
+        notes="queries zero is not PreNorm",
+    ),
+    _row(
+        "count-prior", "Block AttnRes, count prior", {"count_prior": 1.0, "learned_count_prior": True},
+        "softmax_i(q . N(s_i) + b log n_i), n_i outputs in source i", (
+            Degenerate(says="b = 0: Block", config=AttnResConfig(block=4, count_prior=0.0), adjust=scattered, equals=_BLOCK,
+                       adjust_other=scattered),
+        ), parameters="2d + 1 a site", paper="option of the Low-Rank AttnRes code",
+        notes="queries zero is PreNorm only at b = 0",
+    ),
+    _row(
+        "inkling", "Block AttnRes of inkling2", {"values": "normed", "roles": "separate", "scaled": True, "key_gain": False},
+        "h^c = sum_i softmax_i(q^c . r(s_i) / sqrt(d)) r(s_i) for c in q, k, v", (
+            Degenerate(
+                says="one query for all roles: shared", config=AttnResConfig(block=4, values="normed", roles="separate", scaled=True),
+                adjust=scattered, equals=AttnResConfig(block=4, values="normed", scaled=True), adjust_other=scattered,
+            ),
+        ), parameters="3d an attention, d an MLP", cost="4Kd", paper="transformers, inkling2",
+        notes="queries zero is not PreNorm: sources are normalised",
+    ),
+)  # fmt: skip
