@@ -98,7 +98,8 @@ class Ahead(NamedTuple):
 class Site(nn.Module):
     """The parameters of one read: route queries, the key norm's gain and the count prior's strength, where there are such."""
 
-    def __init__(self, config: AttnResConfig, rank: int, roles: bool) -> None:
+    def __init__(self, config: AttnResConfig, rank: int, roles: bool, even: bool) -> None:
+        """`roles`: attention reads by role here. `even`: all sources count the same, so that a count prior moves nothing."""
         super().__init__()
         self.prior = config.count_prior
         separate, gain = roles and config.roles == "separate", config.key_gain and config.key_norm != "none"
@@ -106,7 +107,7 @@ class Site(nn.Module):
         self.key_query = nn.Parameter(torch.zeros(rank)) if separate else None
         self.value_query = nn.Parameter(torch.zeros(rank)) if separate or (roles and config.roles in ("decoupled", "average")) else None
         self.key_gain = nn.Parameter(torch.ones(rank)) if gain else None
-        self.count_prior = nn.Parameter(torch.zeros(1)) if config.learned_count_prior else None
+        self.count_prior = nn.Parameter(torch.zeros(1)) if config.learned_count_prior and not even else None
 
     def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Queries zero, so that training starts from the mean of the sources; gains one."""
@@ -137,7 +138,10 @@ class AttnRes(SourceBank):
         self.rank = rank
         first = 0 if config.first_read else 1
         self.sites = nn.ModuleDict(
-            {str(site): Site(config, rank, self._has_roles(site)) for site in range(first, body.sublayers + 1)}
+            {
+                str(site): Site(config, rank, self._has_roles(site), len(set(self.counts(site))) == 1)
+                for site in range(first, body.sublayers + 1)
+            }
         )
         self.embedding_key: KeyProjection | None = None
         self.key_projections = nn.ModuleDict()

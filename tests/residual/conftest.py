@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from depthroute.model import Decoder, ModelConfig
 from depthroute.residual import AttnResConfig, PreNormConfig, ResidualConfig, attnres
+from depthroute.residual.bank import BankConfig
 from depthroute.residual.delta import DeltaConfig
 from depthroute.residual.denseformer import DenseFormerConfig
 from depthroute.residual.depth_attention import DepthAttentionConfig
@@ -96,6 +97,34 @@ def read_ahead_in_small_networks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def configs() -> dict[str, ResidualConfig]:
     return CONFIGS
+
+
+ATTNRES = {name: config for name, config in CONFIGS.items() if isinstance(config, AttnResConfig)}
+BANKS = {name: config for name, config in CONFIGS.items() if isinstance(config, BankConfig)}
+# Methods that have the body's norms in front of every sub-layer and nowhere else.
+BRANCHES = {
+    name: config
+    for name, config in CONFIGS.items()
+    if not isinstance(config, PostNormConfig | ReZeroConfig) and not (isinstance(config, MUDDFormerConfig) and config.separate_norms)
+}
+
+
+@pytest.fixture(params=ATTNRES.values(), ids=ATTNRES)
+def attnres_config(request: pytest.FixtureRequest) -> ResidualConfig:
+    """Every member of the AttnRes family in turn."""
+    return request.param
+
+
+@pytest.fixture(params=BANKS.values(), ids=BANKS)
+def bank_config(request: pytest.FixtureRequest) -> ResidualConfig:
+    """Every method with a bank of sources in turn."""
+    return request.param
+
+
+@pytest.fixture(params=BRANCHES.values(), ids=BRANCHES)
+def branch_config(request: pytest.FixtureRequest) -> ResidualConfig:
+    """Every method that leaves the norms before the sub-layers where they are, in turn."""
+    return request.param
 
 
 @pytest.fixture(params=CONFIGS.values(), ids=CONFIGS)

@@ -100,7 +100,7 @@ def attnres(
         keys = [key_of(content, rank, key_norm, p.get(f"sites.{site}.key_gain"), eps) for content in contents]
         w = p[f"sites.{site}.{query}"]
         assert w.shape == (rank,)
-        prior = p[f"sites.{site}.count_prior"] if learned_count_prior else count_prior or 0.0
+        prior = p.get(f"sites.{site}.count_prior", 0.0) if learned_count_prior else count_prior or 0.0
         parts = []
         for head in range(heads):
             of_key = slice(head * rank // heads, (head + 1) * rank // heads)

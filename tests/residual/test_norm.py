@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from depthroute.model import Decoder
-from depthroute.residual import AttnResConfig, Inputs, PreNormConfig, ResidualConfig, RMSNorm, RoleInputs, attnres, normalised
+from depthroute.residual import AttnResConfig, Inputs, ResidualConfig, RMSNorm, RoleInputs, attnres, normalised
 
 Make = Callable[..., Decoder]
 Run = Callable[[Decoder], tuple[Tensor, dict[str, Tensor]]]
@@ -28,7 +28,7 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     original: Any = attnres.depth_attention
 
     def spy(*arguments: Any, **options: Any) -> Any:
-        if not options.get("return_statistics"):
+        if "return_statistics" not in options:
             gains.append(options.get("output_gain"))
         return original(*arguments, **options)
 
@@ -70,10 +70,10 @@ def test_every_read_is_handed_the_norm_of_its_sub_layer(decoder: Make, tokens: T
     assert all(norm is expected for (_, norm), expected in zip(seen, [*norms, model.norm], strict=True))
 
 
-def test_the_norm_in_the_read_is_the_norm_after_it(decoder: Make, run: Run, config: ResidualConfig) -> None:
+def test_the_norm_in_the_read_is_the_norm_after_it(decoder: Make, run: Run, branch_config: ResidualConfig) -> None:
     """Logits and every gradient, those of the norms' gains among them. The epsilon is the norm's own, and large enough to count."""
-    logits, gradients = run(decoder(config, norm_eps=0.1))
-    model = decoder(config, norm_eps=0.1)
+    logits, gradients = run(decoder(branch_config, norm_eps=0.1))
+    model = decoder(branch_config, norm_eps=0.1)
     read = model.residual.read
     model.residual.read = lambda memory, site, norm=None: normalised(read(memory, site), norm)  # type: ignore[method-assign]
     separate, expected = run(model)
@@ -82,13 +82,13 @@ def test_the_norm_in_the_read_is_the_norm_after_it(decoder: Make, run: Run, conf
     for name, gradient in expected.items():
         scale = gradient.abs().max().item()
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-12, atol=1e-12 * scale, msg=name)
-    assert (logits - run(decoder(config, norm_eps=1e-6))[0]).abs().max() > 1e-3
+    assert (logits - run(decoder(branch_config, norm_eps=1e-6))[0]).abs().max() > 1e-3
 
 
 def test_the_norm_is_applied_in_the_read_wherever_it_can_be(
-    decoder: Make, tokens: Tensor, config: ResidualConfig, handed: list[Any], monkeypatch: pytest.MonkeyPatch
+    decoder: Make, tokens: Tensor, attnres_config: AttnResConfig, handed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, after = decoder(config), []
+    model, after = decoder(attnres_config), []
     names = [f"layers.{layer}.{kind}_norm" for layer in range(3) for kind in ("attention", "mlp")] + ["norm"]
     gains = {name: model.get_parameter(f"{name}.weight") for name in names}
     original = F.rms_norm
@@ -99,11 +99,8 @@ def test_the_norm_is_applied_in_the_read_wherever_it_can_be(
 
     monkeypatch.setattr(F, "rms_norm", rms_norm)
     model(tokens[:, :-1])
-    if isinstance(config, PreNormConfig):
-        assert after == names and not handed
-        return
-    assert isinstance(config, AttnResConfig)
-    averaged = [name for name in names if "attention" in name] if config.roles == "average" else []  # the norm of a mean of two mixtures
+    # the norm of a mean of two mixtures
+    averaged = [name for name in names if "attention" in name] if attnres_config.roles == "average" else []
     assert after == averaged
     assert all(gain is (None if name in averaged else gains[name]) for name, gain in zip(names, handed, strict=True))
 
@@ -162,10 +159,10 @@ def test_an_rms_norm_of_any_class_is_applied_in_the_read(decoder: Make, watch: W
         torch.testing.assert_close(found, norm(model.residual.read(seen[5], 5)), rtol=1e-12, atol=1e-12)
 
 
-def test_hooks_on_a_norm_run(decoder: Make, run: Run, tokens: Tensor, config: ResidualConfig) -> None:
+def test_hooks_on_a_norm_run(decoder: Make, run: Run, tokens: Tensor, branch_config: ResidualConfig) -> None:
     """A norm that somebody watches is applied by itself, with the same result."""
-    logits, gradients = run(decoder(config))
-    model, ran = decoder(config), []
+    logits, gradients = run(decoder(branch_config))
+    model, ran = decoder(branch_config), []
     norms = [norm for layer in model.layers for norm in (layer.attention_norm, layer.mlp_norm)] + [model.norm]
     for site, norm in enumerate(norms):
         register = norm.register_forward_pre_hook if site % 2 else norm.register_forward_hook
