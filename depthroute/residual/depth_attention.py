@@ -80,7 +80,8 @@ class DepthAttention(Residual):
     def values(self, memory: DepthMemory, site: int, projected: Projected) -> tuple[Tensor, Kept]:
         query, key, value = projected
         assert value is not None
-        earlier = [found for j in self.looks_at[site // 2] if (found := memory.layers[j]) is not None]
+        looked_at = (memory.layers[j] for j in self.looks_at[site // 2])
+        earlier = [found for found in looked_at if found is not None]
         if earlier:
             grouped = query.reshape(len(query), key.shape[1], -1, *query.shape[2:]).mean(2)
             exact = torch.promote_types(key.dtype, torch.float32)

@@ -1,0 +1,54 @@
+"""Methods become other methods where they say so, and the check can tell when they do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from depthroute.analysis.degenerate import TOLERANCE, verify
+from depthroute.residual import SPECIFICATIONS, AttnResConfig, Degenerate, Method, PreNormConfig
+from depthroute.residual.values import ValueResidualConfig
+
+
+@pytest.mark.parametrize("method", SPECIFICATIONS.values(), ids=SPECIFICATIONS)
+def test_every_method_has_a_degenerate_case_that_holds(method: Method) -> None:
+    found = verify(method)
+    assert found
+    for verified in found:
+        assert verified.holds, f"{verified.case.says}: {verified.logits}, {verified.gradients}"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Degenerate(says="the mean of two values is not one of them", config=ValueResidualConfig(), equals=PreNormConfig()),
+        Degenerate(says="a window forgets", config=AttnResConfig(window=2), equals=PreNormConfig()),
+        Degenerate(says="blocks of normalised outputs", config=AttnResConfig(block=4, summary="rms"), equals=PreNormConfig()),
+        Degenerate(says="a count prior at zero queries", config=AttnResConfig(block=4, count_prior=1.0), equals=PreNormConfig()),
+        Degenerate(says="normalised values", config=AttnResConfig(values="normed"), equals=PreNormConfig()),
+    ],
+    ids=lambda case: case.says,
+)
+def test_what_is_not_the_plain_stream_is_told_apart(case: Degenerate) -> None:
+    (found,) = verify(replace(SPECIFICATIONS["prenorm"], degenerate=(case,)))
+    assert not found.holds and found.logits > 1e-3
+
+
+def test_gradients_count_as_much_as_outputs() -> None:
+    """The same output with an output projection that is not trained alike."""
+
+    def scaled(residual: torch.nn.Module) -> None:
+        original = residual.write
+
+        def write(memory: Any, site: int, output: Tensor, *rest: Any) -> Any:
+            return original(memory, site, output.detach() + 0.5 * (output - output.detach()), *rest)
+
+        residual.write = write
+
+    case = Degenerate(says="half of every gradient", config=PreNormConfig(), equals=PreNormConfig(), adjust=scaled)
+    (found,) = verify(replace(SPECIFICATIONS["prenorm"], degenerate=(case,)))
+    assert found.logits < TOLERANCE < found.gradients and not found.holds
