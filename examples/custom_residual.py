@@ -1,50 +1,75 @@
-"""A residual method of your own: one class behind the protocol, then everything else works with it.
+"""A residual method of your own: one class behind the protocol and one registration, then everything else works with it.
 
-ReZero (Bachlechner et al., 2020): the stream plus a learned scalar, zero at first, times each output.
+Momentum residual networks (Sander et al. 2021): a velocity v = a v + (1 - a) f(N h) moves the stream, h = h + v. With a = 0 it is PreNorm.
 Run it: .venv/bin/python examples/custom_residual.py
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from depthroute.analysis.degenerate import verify
 from depthroute.model import Decoder, ModelConfig
-from depthroute.residual import METHODS, Body, Inputs, Norm, Residual, ResidualConfig, normalised
+from depthroute.residual import (
+    Body, Degenerate, Inputs, Method, Norm, PreNormConfig, Residual, ResidualConfig, Trace, normalised, parse_residual, register,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReZeroConfig(ResidualConfig):
-    name: ClassVar[str] = "rezero"
+class MomentumConfig(ResidualConfig):
+    name: ClassVar[str] = "momentum"
+
+    momentum: float = 0.5
 
     def build(self, body: Body) -> Residual:
-        return ReZero(body)
+        return Momentum(self.momentum, body)
 
 
-class ReZero(Residual):
-    def __init__(self, body: Body) -> None:
+class State(NamedTuple):
+    stream: Tensor
+    velocity: Tensor
+
+
+class Momentum(Residual):
+    def __init__(self, momentum: float, body: Body) -> None:
         super().__init__(body)
-        self.scales = nn.ParameterList(nn.Parameter(torch.zeros(())) for _ in range(body.sublayers))
+        self.momentum = momentum
 
-    def open(self, embedding: Tensor) -> Tensor:
-        return embedding
+    def open(self, embedding: Tensor) -> State:
+        return State(embedding, embedding * 0)
 
-    def read(self, memory: Tensor, site: int, norm: Norm | None = None) -> Inputs:
-        return normalised(memory, norm)  # the norm before a sub-layer is the body's; the method says where it is applied
+    def read(self, memory: State, site: int, norm: Norm | None = None) -> Inputs:
+        return normalised(memory.stream, norm)  # the norm before a sub-layer is the body's; the method says where it is applied
 
-    def write(self, memory: Tensor, site: int, output: Tensor, activation: Tensor | None = None) -> Tensor:
-        return memory + self.scales[site] * output.to(memory.dtype)
+    def write(self, memory: State, site: int, output: Tensor, trace: Trace = Trace()) -> State:  # noqa: B008
+        velocity = self.momentum * memory.velocity + (1 - self.momentum) * output.to(memory.stream.dtype)
+        return State(memory.stream + velocity, velocity)
+
+
+METHOD = Method(
+    name="momentum",
+    label="Momentum",
+    configure=lambda base: MomentumConfig(),
+    equation="v = a v + (1 - a) f(N h), h = h + v",
+    reads="the stream",
+    dynamic=False,
+    parameters="0",
+    state="2d",
+    cost="2d",
+    traffic="5d",
+    paper="Sander et al. 2021",
+    degenerate=(Degenerate(says="a = 0: PreNorm", config=MomentumConfig(momentum=0.0), equals=PreNormConfig()),),
+)
 
 
 def main() -> None:
-    METHODS[ReZeroConfig.name] = ReZeroConfig  # the line that a file in depthroute/residual adds to the registry
-    config = ModelConfig(vocabulary=512, width=64, layers=4, heads=4, mlp_width=160, context=64, residual=ReZeroConfig())
-    model = Decoder(config)
-    tokens = torch.randint(0, 512, (2, 33))
-    sums = model.loss(tokens[:, :-1], tokens[:, 1:])
-    sums.objective.backward()
-    print(f"{model.parameter_counts()['residual']} parameters added, first loss {sums.nll.item() / 64:.3f} nats")
+    register(METHOD)  # a file in depthroute/residual adds itself to FILES in registry.py instead
+    for found in verify(METHOD):
+        print(f"{found.case.says}: {'holds' if found.holds else 'FAILS'}, output within {found.logits:.0e}, gradients {found.gradients:.0e}")
+    residual = parse_residual("momentum,momentum=0.9")
+    model = Decoder(ModelConfig(vocabulary=512, width=64, layers=4, heads=4, mlp_width=160, context=64, residual=residual))
+    print(f"{residual}: {model.parameter_counts()['residual']} parameters added")
 
 
 if __name__ == "__main__":

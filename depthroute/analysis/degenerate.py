@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,10 @@ class Verified(NamedTuple):
     @property
     def holds(self) -> bool:
         return max(self.logits, self.gradients) < TOLERANCE
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"case": self.case.says, "holds": self.holds, "logits": self.logits, "gradients": self.gradients}
 
 
 def verify(method: Method) -> list[Verified]:

@@ -17,6 +17,7 @@ COMMANDS = {
     "data": "turn text into token shards",
     "sample": "continue a prompt with a trained model",
     "info": "parameters, shape and routing of a recipe, a run or prepared data",
+    "methods": "the residual methods, and whether each does what it says",
     "recipes": "the model shapes and training recipes by name",
 }
 INTERRUPTED = 130

@@ -10,21 +10,9 @@ from typing import Any
 from depthroute.common.config import override
 from depthroute.common.errors import RequestError
 from depthroute.recipes.models import Recipe
-from depthroute.residual import AttnResConfig, PreNormConfig, parse_residual
+from depthroute.residual import SPECIFICATIONS, AttnResConfig, PreNormConfig, parse_residual
 from depthroute.study.plan import Arm, Study
 from depthroute.train import RunConfig
-
-LABELS = {
-    "prenorm": "PreNorm",
-    "full": "Full AttnRes",
-    "block": "Block AttnRes",
-    "rd": "RD-AttnRes",
-    "rd-tied": "RD, tied",
-    "rd-average": "RD, averaged",
-    "rd-frozen-value": "RD, frozen value",
-    "low-rank": "Low-Rank AttnRes",
-}
-
 
 MILESTONES = (1 / 4, 1 / 2, 3 / 4, 1)  # of the steps, where the recipe names none
 
@@ -97,7 +85,8 @@ def _label(name: str, specification: str) -> str:
     method = specification.partition(",")[0].partition(":")[0]
     if name == _name(specification)[0]:
         settings = specification[len(method) :].lstrip(":,").replace(",", ", ")
-        return f"{LABELS.get(method, method)} ({settings})" if settings else LABELS.get(method, method)
+        label = SPECIFICATIONS[method].label
+        return f"{label} ({settings})" if settings else label
     return name
 
 

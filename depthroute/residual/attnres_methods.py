@@ -70,52 +70,57 @@ METHODS = (
         **_EVERY,
     ),
     _row(
-        "block", "Block AttnRes", {}, "the same over block sums and the open partial sum", (
+        "block", "Block AttnRes", {}, "h = sum_i softmax_i(q . N(s_i)) s_i over block sums and the open partial sum", (
             _plain(_BLOCK),
             Degenerate(says="blocks of one sub-layer: Full", config=AttnResConfig(block=1), adjust=scattered, equals=AttnResConfig(),
                        adjust_other=scattered),
         ), paper=f"{ATTNRES}, Eqs. 5-6",
     ),
     _row(
-        "low-rank", "Low-Rank AttnRes", {}, "keys are the last r coordinates of s_i; key_norm=full and keys=projected are its variants", (
+        "low-rank", "Low-Rank AttnRes", {},
+        "h = sum_i softmax_i(q . N(k_i)) s_i, k_i the last r coordinates of s_i (key_norm=full, keys=projected: its variants)", (
             _plain(AttnResConfig(block=4, rank=4, key_gain=False)),
             Degenerate(says="r = d: AttnRes", config=AttnResConfig(rank=CASE_WIDTH), adjust=scattered, equals=AttnResConfig(),
                        adjust_other=scattered),
         ), start=_ranked, parameters="r a site, 2r with a key gain", cost="K(d + r)", paper="Su 2026, Eqs. 8-13, 25-27",
     ),
     _row(
-        "rd", "RD-AttnRes", {"roles": "decoupled"}, "one route for query and key, one for value", (
+        "rd", "RD-AttnRes", {"roles": "decoupled"}, "h^QK = sum_i softmax_i(q . N(s_i)) s_i, h^V the same with a query of its own", (
             _plain(AttnResConfig(block=4, roles="decoupled")),
             Degenerate(says="equal routes: Block", config=AttnResConfig(block=4, roles="decoupled"), adjust=scattered, equals=_BLOCK,
                        adjust_other=scattered),
         ), parameters="d a layer more than block", cost="3Kd", paper="RD-AttnRes, Eqs. 3-5",
     ),
     _row(
-        "rd-tied", "RD, tied", {"roles": "tied"}, "both roles by one route", (
+        "rd-tied", "RD, tied", {"roles": "tied"}, "h^QK = h^V, read by one route", (
             Degenerate(says="Block, bit for bit", config=AttnResConfig(block=4, roles="tied"), adjust=scattered, equals=_BLOCK,
                        adjust_other=scattered),
         ), paper="RD-AttnRes, C.3",
     ),
     _row(
-        "rd-average", "RD, averaged", {"roles": "average"}, "two routes, the mean of what they read for all roles", (
+        "rd-average", "RD, averaged", {"roles": "average"}, "h = (h^QK + h^V) / 2 for all roles, read by two routes", (
             Degenerate(says="equal routes: Block", config=AttnResConfig(block=4, roles="average"), adjust=scattered, equals=_BLOCK,
                        adjust_other=scattered),
         ), parameters="d a layer more than block", cost="3Kd", paper="RD-AttnRes, C.3",
     ),
     _row(
-        "rd-frozen-value", "RD, frozen value", {"roles": "frozen_value"}, "the value route stays uniform", (
+        "rd-frozen-value", "RD, frozen value", {"roles": "frozen_value"}, "h^QK by a route, h^V the mean of the sources", (
             _plain(AttnResConfig(block=4, roles="frozen_value")),
         ), cost="3Kd", paper="RD-AttnRes, C.3",
     ),
     _row(
-        "mhar", "Multi-Head AttnRes", {"heads": 8}, "H groups of channels, a softmax each; the key is normalised as a whole", (
+        "mhar", "Multi-Head AttnRes", {"heads": 8},
+        "h_g = sum_i softmax_i(q_g . N(s_i)_g) s_i,g for each of H groups of channels; the norm is over all", (
             _plain(AttnResConfig(heads=2)),
             Degenerate(says="one head: AttnRes", config=AttnResConfig(heads=1), adjust=scattered, equals=AttnResConfig(),
                        adjust_other=scattered),
         ), start=_full, paper="Luo et al. 2026, arXiv 2607.27230", **_EVERY,
     ),
     _row(
-        "mhar-block", "Multi-Head Block AttnRes", {"heads": 8}, "the same over block sums", (_plain(AttnResConfig(block=4, heads=2)),),
+        "mhar-block", "Multi-Head Block AttnRes", {"heads": 8},
+        "h_g = sum_i softmax_i(q_g . N(s_i)_g) s_i,g for each of H groups of channels, over block sums", (
+            _plain(AttnResConfig(block=4, heads=2)),
+        ),
         paper=f"{ATTNRES}, Table 4",
     ),
     _row(
@@ -129,14 +134,15 @@ METHODS = (
         ), start=_full, parameters="d a site", paper=f"{ATTNRES}, Table 4", **_EVERY,
     ),
     _row(
-        "window", "AttnRes, sliding window", {"window": 8}, "softmax over the embedding and the last W outputs", (
+        "window", "AttnRes, sliding window", {"window": 8},
+        "h = sum_i softmax_i(q . N(s_i)) s_i over the embedding and the last W outputs", (
             Degenerate(says="W beyond the depth: Full", config=AttnResConfig(window=10**6), adjust=scattered, equals=AttnResConfig(),
                        adjust_other=scattered),
         ), start=_full, paper=f"{ATTNRES}, Table 4", reads="the embedding and the last W outputs", state="(W+1)d", traffic="(W + 3)d",
         notes="queries zero is not PreNorm: sources are forgotten",
     ),
     _row(
-        "rms-block", "RMS-Block AttnRes", {"summary": "rms"}, "a closed block is the sum of its outputs, each divided by its RMS", (
+        "rms-block", "RMS-Block AttnRes", {"summary": "rms"}, "as block, with sum_j y_j / rms(y_j) for a closed block", (
             Degenerate(says="outputs of RMS one (a post-norm body): Block", config=AttnResConfig(block=4, summary="rms", eps=1e-30),
                        adjust=scattered, equals=AttnResConfig(block=4, eps=1e-30), adjust_other=scattered, body={"norms": "post"},
                        ignoring="output_norm"),
@@ -145,14 +151,14 @@ METHODS = (
     ),
     _row(
         "count-prior", "Block AttnRes, count prior", {"count_prior": 1.0, "learned_count_prior": True},
-        "softmax_i(q . N(s_i) + b log n_i), n_i outputs in source i", (
+        "h = sum_i softmax_i(q . N(s_i) + b log n_i) s_i, n_i outputs in source i", (
             Degenerate(says="b = 0: Block", config=AttnResConfig(block=4, count_prior=0.0), adjust=scattered, equals=_BLOCK,
                        adjust_other=scattered),
         ), parameters="2d + 1 a site", paper="option of the Low-Rank AttnRes code",
         notes="queries zero is PreNorm only at b = 0",
     ),
     _row(
-        "inkling", "Block AttnRes of inkling2", {"values": "normed", "roles": "separate", "scaled": True, "key_gain": False},
+        "inkling", "Block AttnRes of inkling2", {"values": "normed", "roles": "separate", "scaled": True, "key_norm": "none"},
         "h^c = sum_i softmax_i(q^c . r(s_i) / sqrt(d)) r(s_i) for c in q, k, v", (
             Degenerate(
                 says="one query for all roles: shared", config=AttnResConfig(block=4, values="normed", roles="separate", scaled=True),

@@ -170,6 +170,7 @@ METHODS = (
     ),
     _row(
         "block-query", "Block AttnRes, query of the block", DynamicQueryConfig(block=4, query_from="block"),
-        "q = W r(s) with s the newest closed source, for all sites of a block at once", "ours; open in Kimi Team 2026",
+        "h = sum_i softmax_i(W r(s_n) . r(s_i)) s_i, s_n the newest closed source: all queries of a block at once",
+        "ours; open in Kimi Team 2026",
     ),
 )  # fmt: skip

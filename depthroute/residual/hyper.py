@@ -178,7 +178,7 @@ METHODS = (
         "h = A_m^T H; H = A_r^T H + B f(N h); the sum of streams is read out", parameters="2Ln(n+2)", cost="n(n+2)d",
     ),
     _row(
-        "hc", "Hyper-Connections", HyperConnectionsConfig(), "the same, each coefficient plus s tanh(r(H) W)",
+        "hc", "Hyper-Connections", HyperConnectionsConfig(), "h = A_m^T H; H = A_r^T H + B f(N h), each coefficient plus s tanh(r(H) W)",
         parameters="2L(d(n+2) + n(n+2) + 2)", cost="2n(n+2)d",
     ),
 )  # fmt: skip

@@ -188,5 +188,8 @@ METHODS = (
         "mhc", "mHC", MHCConfig(),
         "h = p H; H = S H + 2 s(w) f(N h); p, w sigmoids and S Sinkhorn of a r(vec H) W + b",
     ),
-    _row("mhc-released", "mHC, released numerics", MHCConfig(numerics="released"), "the same, as DeepSeek's code computes it"),
+    _row(
+        "mhc-released", "mHC, released numerics", MHCConfig(numerics="released"),
+        "as mhc; S from a row softmax with eps in every division, transposed; p + eps",
+    ),
 )  # fmt: skip

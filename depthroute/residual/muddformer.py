@@ -158,6 +158,6 @@ METHODS = (
     ),
     _row(
         "muddformer-prepost", "MUDDFormer, PrePostDANorm", MUDDFormerConfig(prepost=True),
-        "the same over N(X_j), and h^c = X_i + N_c(sum), the last gain 1e-3 at first", "5Ld more",
+        "after layer i, h^c = X_i + N_c(sum_j A^c_ij N_j(X_j)), the outer gains 1e-3 at first", "sum over layers of dK + 4Ki + 4i, and 5Ld",
     ),
 )  # fmt: skip

@@ -105,7 +105,9 @@ def hyper_connections() -> ModuleType:
 
 @pytest.mark.parametrize("streams", [2, 4])
 @pytest.mark.parametrize(
-    "settings", [{"dynamic": False}, {}, {"norm_gain": True}, {"norm_gain": True, "tanh": False}], ids=["static", "dynamic", "gain", "no tanh"]
+    "settings",
+    [{"dynamic": False}, {}, {"norm_gain": True}, {"norm_gain": True, "tanh": False}],
+    ids=["static", "dynamic", "gain", "no tanh"],
 )
 def test_hyper_connections_are_those_of_the_package(
     hyper_connections: ModuleType, scattered: Callable[[ResidualConfig], Residual], data: list[Tensor], monkeypatch: pytest.MonkeyPatch,
@@ -142,6 +144,15 @@ def modelling() -> Callable[[str], ModuleType]:
     return lambda name: importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 
 
+def made_of(layer: type[nn.Module], **parts: Any) -> nn.Module:
+    """A decoder layer that has these parts in place of those it would build."""
+    found = layer.__new__(layer)
+    nn.Module.__init__(found)
+    for name, part in parts.items():
+        setattr(found, name, part)
+    return found
+
+
 @pytest.mark.parametrize(("streams", "iterations", "eps"), [(4, 20, 1e-6), (2, 1, 1e-6), (3, 2, 0.1)])
 def test_mhc_is_deepseeks(
     modelling: Callable[[str], ModuleType], scattered: Callable[[ResidualConfig], Residual], data: list[Tensor],
@@ -162,24 +173,19 @@ def test_mhc_is_deepseeks(
 
         return go
 
-    def put_out(site: int) -> Callable[..., Tensor]:
-        def go(inputs: Tensor, **_: Any) -> Tensor:
-            expected.append(inputs)
-            return data[site + 1]
-
-        return go
-
-    def attend(site: int) -> Callable[..., tuple[Tensor, None]]:
-        return lambda inputs, **_: (put_out(site)(inputs), None)
+    def put_out(site: int, inputs: Tensor) -> Tensor:
+        expected.append(inputs)
+        return data[site + 1]
 
     with in_float64():
         held = data[0][:, :, None].expand(-1, -1, streams, -1).contiguous()
         for site in range(0, BODY.sublayers, 2):
-            layer = SimpleNamespace(
-                attn_hc=connect(site), input_layernorm=nn.Identity(), self_attn=attend(site),
-                ffn_hc=connect(site + 1), post_attention_layernorm=nn.Identity(), mlp=put_out(site + 1),
+            layer = made_of(
+                deepseek.DeepseekV4DecoderLayer,
+                attn_hc=connect(site), self_attn=lambda x, site=site: (put_out(site, x), None), input_layernorm=nn.Identity(),
+                ffn_hc=connect(site + 1), mlp=lambda x, input_ids, site=site: put_out(site + 1, x), post_attention_layernorm=nn.Identity(),
             )  # fmt: skip
-            held = deepseek.DeepseekV4DecoderLayer.forward(layer, held)
+            held = layer(held)
         ours = {"hc_fn": method.head.projection.T, "hc_base": method.head.bias, "hc_scale": method.head.scale}
         expected.append(functional_call(head, ours, (held,)))
     reads, memories = drive(method, data)
@@ -206,34 +212,32 @@ def test_normed_scaled_attention_residuals_are_inklings(
         theirs = inkling.Inkling2BlockAttentionResidual(SimpleNamespace(hidden_size=WIDTH), len(queries))
         return lambda *states: functional_call(theirs, {"query": queries.view_as(theirs.query)}, states)
 
-    def put_out(site: int) -> Callable[..., Tensor]:
-        def go(hidden_states: Tensor, key_hidden_states: Tensor | None = None, value_hidden_states: Tensor | None = None, **_: Any) -> Tensor:
-            expected.extend(one for one in (hidden_states, key_hidden_states, value_hidden_states) if one is not None)
-            return data[site + 1]
-
-        return go
+    def put_out(site: int, *inputs: Tensor) -> Tensor:
+        expected.extend(inputs)
+        return data[site + 1]
 
     def attend(site: int) -> Callable[..., tuple[Tensor, None]]:
-        return lambda **inputs: (put_out(site)(**inputs), None)
+        names = ("hidden_states", "key_hidden_states", "value_hidden_states")
+        return lambda **given: (put_out(site, *(given[name] for name in names if name in given)), None)
 
     kind = inkling.Inkling2SlidingDecoderLayer if roles == "shared" else inkling.Inkling2FullDecoderLayer
     norms = ("input_layernorm", "q_input_layernorm", "k_input_layernorm", "v_input_layernorm", "post_attention_layernorm")
     with in_float64():
         held, blocks = data[0], data[0].new_zeros(BATCH, TOKENS, 0, WIDTH)
         for site in range(0, BODY.sublayers, 2):
-            layer = SimpleNamespace(
-                is_block_boundary=site // 2 % layers_per_block == 0,
-                attention_input=read(site) if site else None, self_attn=attend(site), mlp_input=read(site + 1), mlp=put_out(site + 1),
+            first = site // 2 % layers_per_block == 0
+            layer = made_of(
+                kind, is_block_boundary=first, attention_input=read(site) if site else None, self_attn=attend(site),
+                mlp_input=read(site + 1), mlp=lambda x, site=site: put_out(site + 1, x),
                 post_attention_convolution=lambda x, **_: x, post_mlp_convolution=lambda x, **_: x, **dict.fromkeys(norms, nn.Identity()),
             )  # fmt: skip
-            blocks, held = (
-                torch.cat((blocks, held[:, :, None]), 2) if layer.is_block_boundary else blocks,
-                kind.forward(layer, held, blocks),
-            )
+            before, held = held, layer(held, blocks)
+            if first:
+                blocks = torch.cat((blocks, before[:, :, None]), 2)
         expected += read(BODY.sublayers)(blocks, held)
     reads, _ = drive(method, data)
-    first = 3 if roles == "separate" else 1
-    assert_same(reads[first:], expected[first:], [*data, *method.parameters()])
+    own = 3 if roles == "separate" else 1
+    assert_same(reads[own:], expected[own:], [*data, *method.parameters()])
 
 
 @pytest.fixture(scope="module")
