@@ -11,9 +11,21 @@ from torch import Tensor
 
 from depthroute.analysis.degenerate import verify
 from depthroute.model import Decoder, ModelConfig
-from depthroute.residual import (
-    Body, Degenerate, Inputs, Method, Norm, PreNormConfig, Residual, ResidualConfig, Trace, normalised, parse_residual, register,
-)  # fmt: skip
+from depthroute.residual import (  # what makes a name of it
+    NO_TRACE,
+    Body,
+    Degenerate,
+    Inputs,
+    Method,
+    Norm,
+    PreNormConfig,
+    Residual,
+    ResidualConfig,
+    Trace,
+    normalised,
+    parse_residual,
+    register,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +54,7 @@ class Momentum(Residual):
     def read(self, memory: State, site: int, norm: Norm | None = None) -> Inputs:
         return normalised(memory.stream, norm)  # the norm before a sub-layer is the body's; the method says where it is applied
 
-    def write(self, memory: State, site: int, output: Tensor, trace: Trace = Trace()) -> State:  # noqa: B008
+    def write(self, memory: State, site: int, output: Tensor, trace: Trace = NO_TRACE) -> State:
         velocity = self.momentum * memory.velocity + (1 - self.momentum) * output.to(memory.stream.dtype)
         return State(memory.stream + velocity, velocity)
 
@@ -66,9 +78,11 @@ METHOD = Method(
 def main() -> None:
     register(METHOD)  # a file in depthroute/residual adds itself to FILES in registry.py instead
     for found in verify(METHOD):
-        print(f"{found.case.says}: {'holds' if found.holds else 'FAILS'}, output within {found.logits:.0e}, gradients {found.gradients:.0e}")
+        verdict = "holds" if found.holds else "FAILS"
+        print(f"{found.case.says}: {verdict}, output within {found.logits:.0e}, gradients {found.gradients:.0e}")
     residual = parse_residual("momentum,momentum=0.9")
-    model = Decoder(ModelConfig(vocabulary=512, width=64, layers=4, heads=4, mlp_width=160, context=64, residual=residual))
+    config = ModelConfig(vocabulary=512, width=64, layers=4, heads=4, mlp_width=160, context=64, residual=residual)
+    model = Decoder(config)
     print(f"{residual}: {model.parameter_counts()['residual']} parameters added")
 
 

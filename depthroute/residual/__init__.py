@@ -10,6 +10,7 @@ from depthroute.residual.norm import normalised as normalised
 from depthroute.residual.prenorm import PreNorm as PreNorm
 from depthroute.residual.prenorm import PreNormConfig as PreNormConfig
 from depthroute.residual.protocol import METHODS as METHODS
+from depthroute.residual.protocol import NO_TRACE as NO_TRACE
 from depthroute.residual.protocol import Adaptation as Adaptation
 from depthroute.residual.protocol import Body as Body
 from depthroute.residual.protocol import Inputs as Inputs
