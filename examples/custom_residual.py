@@ -34,7 +34,7 @@ class MomentumConfig(ResidualConfig):
 
     momentum: float = 0.5
 
-    def build(self, body: Body) -> Residual:
+    def module(self, body: Body) -> Residual:
         return Momentum(self.momentum, body)
 
 

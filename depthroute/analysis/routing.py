@@ -70,15 +70,15 @@ class RoutingTotals:
         self._divergence: dict[int, Tensor] = {}
 
     def observe(self, site: int, memory: Memory) -> None:
-        roles = self.residual.source_weights(memory, site)
+        roles = {role: weights.double().flatten(1) for role, weights in self.residual.source_weights(memory, site).items()}
+        shares = {role: weights / weights.sum(0) for role, weights in roles.items()}  # the weights themselves, unless they are sigmoids
         for role, weights in roles.items():
-            exact = weights.double().flatten(1)
-            count = effective_sources(exact)
-            self._add(self._sums[site, role], weights=exact.sum(1), count=count.sum(), square=count.square().sum())
-            if site == self.residual.body.sublayers:
-                self.tokens += exact.shape[1]
+            count = effective_sources(shares[role])
+            self._add(self._sums[site, role], weights=weights.sum(1), count=count.sum(), square=count.square().sum())
+            if (site, role) == next(iter(self._sums)):
+                self.tokens += weights.shape[1]
         if {"query_key", "value"} <= roles.keys():
-            nats = jensen_shannon(roles["query_key"].double(), roles["value"].double()).sum()
+            nats = jensen_shannon(shares["query_key"], shares["value"]).sum()
             self._divergence[site] = self._divergence.get(site, torch.zeros_like(nats)) + nats
 
     def summary(self) -> dict[str, Any] | None:

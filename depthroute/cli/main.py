@@ -16,6 +16,7 @@ COMMANDS = {
     "report": "write the report of a study folder again, without training",
     "data": "turn text into token shards",
     "sample": "continue a prompt with a trained model",
+    "boundaries": "block boundaries from a pilot run",
     "info": "parameters, shape and routing of a recipe, a run or prepared data",
     "methods": "the residual methods, and whether each does what it says",
     "recipes": "the model shapes and training recipes by name",
@@ -26,7 +27,7 @@ HELP = f"""depthroute {__version__}: learned routing over depth for Transformers
 
 usage: depthroute COMMAND [OPTIONS]
 
-{chr(10).join(f"  {name:<8} {text}" for name, text in COMMANDS.items())}
+{chr(10).join(f"  {name:<10} {text}" for name, text in COMMANDS.items())}
 
   depthroute COMMAND --help   the options of a command
   --debug                     after COMMAND: a traceback instead of one sentence

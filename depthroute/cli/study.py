@@ -6,11 +6,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from depthroute.cli.options import changes, read
+
+if TYPE_CHECKING:
+    from depthroute.study.plan import Study
+    from depthroute.train import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +26,9 @@ class Options:
 
     out: tyro.conf.Positional[Path] = Path("runs/study")
     """The study folder."""
+    baselines: bool = False
+    """Every residual method against PreNorm, and a learning-rate check in each family, in place of --arm. With the recipe's 400 steps it
+    takes an hour on two cores; --seeds 1 --set train.steps=200 is its small form."""
     arm: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=]METHOD"), tyro.conf.UseAppendAction] = ()
     """A residual method, the parent first: --arm prenorm --arm block:8 --arm mine=rd:8,rank=32. Default: prenorm, block, rd."""
     seeds: tuple[int, ...] = (1, 2, 3)
@@ -42,7 +49,8 @@ def main(arguments: Sequence[str]) -> None:
     from depthroute.common.processors import usable_processors
     from depthroute.data import PrepareConfig, TokenDataset, prepare
     from depthroute.ops import kernel_unavailable
-    from depthroute.recipes import matched_study, recipe, run_of
+    from depthroute.recipes import recipe, run_of
+    from depthroute.recipes.studies import DEFAULT_ARMS, baseline_study, matched_study
     from depthroute.report import write_report
     from depthroute.study.collect import check_complete
     from depthroute.study.runner import run_study
@@ -55,17 +63,24 @@ def main(arguments: Sequence[str]) -> None:
     chosen = recipe(options.recipe)
     data = options.data or options.out / "data"
     wanted = run_of(chosen, data, residual="prenorm", settings=settings)
-    arms = options.arm or ("prenorm", "block", "rd")
-    matched_study(chosen, wanted, arms=arms, seeds=options.seeds)  # a wrong request is refused before the text is read
+    if options.baselines and options.arm:
+        raise RequestError("--baselines is all methods, and --arm names some; give one of the two.")
+
+    def plan(base: RunConfig) -> Study:
+        if options.baselines:
+            return baseline_study(chosen, base, seeds=options.seeds)
+        return matched_study(chosen, base, arms=options.arm or DEFAULT_ARMS, seeds=options.seeds)
+
+    plan(wanted)  # a wrong request is refused before the text is read
     if options.data is None:
         prepare(PrepareConfig(vocabulary=wanted.model.vocabulary), data, report=lambda line: print(line, file=sys.stderr))
     base = run_of(chosen, data, vocabulary=TokenDataset.open(data).vocabulary, residual="prenorm", settings=settings)
-    study = matched_study(chosen, base, arms=arms, seeds=options.seeds)
+    study = plan(base)
     slow = kernel_unavailable()
     if slow and base.train.device != "cuda":
         print(f"depth attention runs without its native kernel and is slower: {slow}.", file=sys.stderr)
     threads = base.train.threads
-    workers = options.workers or (min(usable_processors() // threads, len(arms) * len(options.seeds)) if threads else 1)
+    workers = options.workers or (min(usable_processors() // threads, len(study.arms) * len(options.seeds)) if threads else 1)
     statistics = run_study(study, options.out, workers=max(1, workers))
     print(f"report: {write_report(options.out)}")
     check_complete(statistics)

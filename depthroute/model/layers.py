@@ -36,7 +36,7 @@ class Projection(nn.Linear):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, 0.0, self.std)
 
-    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
         parameter.normal_(0.0, self.std, generator=generator)
 
 
@@ -50,7 +50,7 @@ class TokenEmbedding(nn.Embedding):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, 0.0, self.std)
 
-    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
         parameter.normal_(0.0, self.std, generator=generator)
 
 

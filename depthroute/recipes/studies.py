@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from depthroute.common.config import override
-from depthroute.common.errors import RequestError
+from depthroute.common.errors import RequestError, choose
 from depthroute.recipes.models import Recipe
 from depthroute.residual import SPECIFICATIONS, AttnResConfig, PreNormConfig, parse_residual
 from depthroute.study.plan import Arm, Study
 from depthroute.train import RunConfig
+
+DEFAULT_ARMS = ("prenorm", "block", "rd")
+# Whose learning rate a baseline study checks: one method of each family beside the plain stream.
+CHECKED = ("prenorm", "postnorm", "muddformer", "mhc", "block", "value-residual")
+RATES = {"half": 0.5, "double": 2.0}
+NEEDED = {"low-rank": "low-rank,rank={rank}"}  # what a method's name alone does not say
 
 MILESTONES = (1 / 4, 1 / 2, 3 / 4, 1)  # of the steps, where the recipe names none
 
@@ -51,6 +57,47 @@ def matched_study(recipe: Recipe, base: RunConfig, *, arms: tuple[str, ...], see
         comparisons=tuple(comparisons),
         seeds=seeds,
         milestones=tuple(dict.fromkeys((*milestones, steps))),
+    )
+
+
+def baseline_study(recipe: Recipe, base: RunConfig, *, seeds: tuple[int, ...], methods: tuple[str, ...] = ()) -> Study:
+    """Every residual method in one body, on the same batches, against the plain stream; and a learning-rate check in every family.
+
+    The methods named in `CHECKED` are trained once more at half and at twice the learning rate, against themselves, so that a reader sees
+    whether a method is held back by a rate that was chosen for another.
+
+    Args:
+        methods: names of methods beside the plain stream; none is all of them.
+
+    Raises:
+        RequestError: an unknown method.
+    """
+    for name in methods:
+        if name not in SPECIFICATIONS:
+            raise RequestError(f"methods: {choose('residual method', name, SPECIFICATIONS)}")
+    names = ("prenorm", *(name for name in methods or SPECIFICATIONS if name != "prenorm"))
+    rank = max(1, base.model.width // 4)
+    arms = tuple(f"{name}={NEEDED[name].format(rank=rank)}" if name in NEEDED else name for name in names)
+    study = matched_study(recipe, base, arms=arms, seeds=seeds)
+    checks: dict[str, Arm] = {}
+    for name in CHECKED:
+        if name in study.arms:
+            for words, factor in RATES.items():
+                config = study.arms[name].config
+                assert isinstance(config, RunConfig)
+                train = dataclasses.replace(config.train, learning_rate=factor * config.train.learning_rate)
+                label = f"{SPECIFICATIONS[name].label}, {words} rate"
+                checks[f"{name}-{words}-rate"] = Arm(label=label, config=dataclasses.replace(config, train=train))
+    pairs = [(check, check.removesuffix("-rate").rpartition("-")[0]) for check in checks]
+    parent = [(name, "prenorm") for name in names if name != "prenorm"]
+    return dataclasses.replace(
+        study,
+        name="Residual methods in one body",
+        question="In one body, on the same tokens in the same order: what does each way of connecting sub-layers change against the plain "
+        "stream, at what cost?",
+        arms={**study.arms, **checks},
+        comparisons=(*parent, *pairs),
+        differs=("train.learning_rate",),
     )
 
 

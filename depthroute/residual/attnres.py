@@ -84,7 +84,7 @@ class AttnResConfig(BankConfig):
         if self.learned_count_prior and self.count_prior is None:
             raise RequestError("residual.learned_count_prior needs residual.count_prior, the value that it starts from.")
 
-    def build(self, body: Body) -> AttnRes:
+    def module(self, body: Body) -> AttnRes:
         return AttnRes(self, body)
 
 
@@ -109,7 +109,7 @@ class Site(nn.Module):
         self.key_gain = nn.Parameter(torch.ones(rank)) if gain else None
         self.count_prior = nn.Parameter(torch.zeros(1)) if config.learned_count_prior and not even else None
 
-    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
         """Queries zero, so that training starts from the mean of the sources; gains one."""
         parameter.fill_({"key_gain": 1.0, "count_prior": self.prior or 0.0}.get(name, 0.0))
 
@@ -120,7 +120,7 @@ class KeyProjection(nn.Linear):
     def __init__(self, activation: int, rank: int) -> None:
         super().__init__(activation, rank, bias=False)
 
-    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
         parameter.normal_(0.0, 0.02, generator=generator)
 
 

@@ -33,7 +33,7 @@ class DeltaConfig(BankConfig):
 
     gate: Literal["none", "sigmoid", "alpha"] = "none"
 
-    def build(self, body: Body) -> Delta:
+    def module(self, body: Body) -> Delta:
         return Delta(self, body)
 
 
@@ -47,7 +47,7 @@ class DeltaSite(nn.Module):
         self.key_gain = nn.Parameter(torch.ones(width)) if reads else None
         self.gate = nn.Parameter(torch.full((1,), INITIAL_GATES[gate])) if gate != "none" else None
 
-    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
         parameter.fill_({"query": 0.0, "key_gain": 1.0}.get(name, INITIAL_GATES.get(self.kind, 0.0)))
 
     def forward(self, deltas: tuple[Tensor, ...], eps: float) -> Tensor:

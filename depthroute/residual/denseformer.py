@@ -36,7 +36,7 @@ class DenseFormerConfig(ResidualConfig):
             if getattr(self, field) < 1:
                 raise RequestError(f"residual.{field} = {getattr(self, field)} is not allowed; it takes 1 or more.")
 
-    def build(self, body: Body) -> DenseFormer:
+    def module(self, body: Body) -> DenseFormer:
         if self.period > body.layers:
             raise RequestError(f"residual.period = {self.period} is more than the {body.layers} layers; it takes 1 to {body.layers}.")
         return DenseFormer(self, body)
@@ -48,11 +48,8 @@ class LastOne(nn.ParameterDict):
     def __init__(self, shapes: dict[int, tuple[int, ...]]) -> None:
         super().__init__({str(layer): nn.Parameter(torch.zeros(shape)) for layer, shape in shapes.items()})
         self.no_decay = frozenset(self.keys())
-        with torch.no_grad():
-            for name, parameter in self.items():
-                self.initial_values(name, parameter, torch.Generator())
 
-    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
         parameter.zero_()
         parameter[..., -1] = 1.0
 

@@ -42,7 +42,7 @@ class DepthAttentionConfig(ResidualConfig):
         if self.window < 0:
             raise RequestError(f"residual.window = {self.window} is not allowed; it takes 0 or more.")
 
-    def build(self, body: Body) -> DepthAttention:
+    def module(self, body: Body) -> DepthAttention:
         return DepthAttention(self, body)
 
 

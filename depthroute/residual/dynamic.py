@@ -49,7 +49,7 @@ class DynamicQueryConfig(BankConfig):
             if value is not None and value < 1:
                 raise RequestError(f"residual.{field} = {value} is not allowed; it takes 1 or more, or none for the width.")
 
-    def build(self, body: Body) -> DynamicQuery:
+    def module(self, body: Body) -> DynamicQuery:
         for field in ("query_rank", "rank"):
             value = getattr(self, field)
             if value is not None and value > body.width:
@@ -68,7 +68,7 @@ class QueryMap(nn.Module):
         self.down = nn.Parameter(torch.zeros(query_rank, width)) if query_rank is not None else None
         self.up = nn.Parameter(torch.zeros(rank, query_rank)) if query_rank is not None else None
 
-    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
         parameter.zero_()
         if name == "down":
             parameter.normal_(0.0, INITIAL_STD, generator=generator)

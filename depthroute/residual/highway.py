@@ -35,7 +35,7 @@ class HighwayConfig(ResidualConfig):
     coupled: bool = True
     bias: float = -2.0
 
-    def build(self, body: Body) -> Highway:
+    def module(self, body: Body) -> Highway:
         return Highway(self, body)
 
 
@@ -49,7 +49,7 @@ class Gate(nn.Module):
         self.bias = nn.Parameter(torch.full((1 if shape == "scalar" else width,), bias))
         self.no_decay = frozenset({"weight"})
 
-    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
         """Matrices normal with standard deviation 0.02, vectors zero: a vector's gradient needs no broken symmetry."""
         if name == "weight" and self.shape == "full":
             parameter.normal_(0.0, 0.02, generator=generator)

@@ -46,7 +46,7 @@ class HyperConnectionsConfig(ResidualConfig):
         if self.streams < 1:
             raise RequestError(f"residual.streams = {self.streams} is not allowed; it takes 1 or more.")
 
-    def build(self, body: Body) -> HyperConnections:
+    def module(self, body: Body) -> HyperConnections:
         return HyperConnections(self, body)
 
     def adaptation(self, body: Body) -> Adaptation:
@@ -72,11 +72,8 @@ class Coefficients(nn.Module):
             self.read_scale = nn.Parameter(torch.zeros(1))
             self.write_scale = nn.Parameter(torch.zeros(1))
         self.norm_gain = nn.Parameter(torch.ones(width)) if config.dynamic and config.norm_gain else None
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                self.initial_values(name, parameter, torch.Generator())
 
-    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
         """Read one stream, in turn; keep every stream; write to all of them: the plain residual stream."""
         parameter.zero_()
         if name == "read":

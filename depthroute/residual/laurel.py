@@ -42,7 +42,7 @@ class LaurelConfig(ResidualConfig):
         if not (self.weights or self.rank or self.previous):
             raise RequestError("laurel needs a part: residual.weights = true (RW), residual.rank (LR) or residual.previous (PA).")
 
-    def build(self, body: Body) -> Laurel:
+    def module(self, body: Body) -> Laurel:
         if self.rank is not None and self.rank > body.width:
             raise RequestError(f"residual.rank = {self.rank} is larger than the width {body.width}; it takes 1 to {body.width}.")
         return Laurel(self, body)
@@ -60,7 +60,7 @@ class Skip(nn.Module):
         self.up = nn.Parameter(torch.zeros(config.rank, width)) if config.rank else None
         self.previous = nn.Parameter(torch.zeros(states)) if states else None
 
-    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
         """All zero but A: the paper's column-orthogonal matrix, 1 / sqrt(r D) where row and column agree modulo r."""
         parameter.zero_()
         if name == "down":

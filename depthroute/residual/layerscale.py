@@ -29,7 +29,7 @@ class LayerScaleConfig(ResidualConfig):
         if self.initial is not None and not self.initial > 0:
             raise RequestError(f"residual.initial = {self.initial} is not allowed; it must be positive, or none for the paper's value.")
 
-    def build(self, body: Body) -> LayerScale:
+    def module(self, body: Body) -> LayerScale:
         by_depth = 0.1 if body.layers <= 18 else 1e-5 if body.layers <= 24 else 1e-6
         return LayerScale(by_depth if self.initial is None else self.initial, body)
 

@@ -44,7 +44,7 @@ class LinearDepthConfig(ResidualConfig):
         if not self.eps > 0:
             raise RequestError(f"residual.eps = {self.eps} is not allowed; it must be positive.")
 
-    def build(self, body: Body) -> LinearDepth:
+    def module(self, body: Body) -> LinearDepth:
         if self.rank > body.width:
             raise RequestError(f"residual.rank = {self.rank} is larger than the width {body.width}; it takes 1 to {body.width}.")
         return LinearDepth(self, body)
@@ -57,7 +57,7 @@ class Route(nn.Module):
         super().__init__()
         self.query = nn.Parameter(torch.zeros(rank))
 
-    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
         parameter.zero_()
 
 

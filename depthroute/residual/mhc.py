@@ -56,7 +56,7 @@ class MHCConfig(ResidualConfig):
         if not self.eps > 0:
             raise RequestError(f"residual.eps = {self.eps} is not allowed; it must be positive.")
 
-    def build(self, body: Body) -> ManifoldConnections:
+    def module(self, body: Body) -> ManifoldConnections:
         return ManifoldConnections(self, body)
 
 
@@ -72,11 +72,8 @@ class Map(nn.Module):
         self.projection = nn.Parameter(torch.empty(inputs, sum(groups)))
         self.bias = nn.Parameter(torch.empty(sum(groups)))
         self.scale = nn.Parameter(torch.empty(len(groups)))
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                self.initial_values(name, parameter, torch.Generator())
 
-    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
         if name == "projection":
             parameter.normal_(0.0, INITIAL_STD, generator=generator)
         elif name == "scale":

@@ -49,7 +49,7 @@ class MRLAConfig(ResidualConfig):
         if self.stage is not None and self.stage < 2:
             raise RequestError(f"residual.stage = {self.stage} is not allowed; it takes 2 layers or more, or none for one stage.")
 
-    def build(self, body: Body) -> MRLA:
+    def module(self, body: Body) -> MRLA:
         if body.width % self.head_width:
             raise RequestError(f"residual.head_width = {self.head_width} does not divide the width {body.width}.")
         return MRLA(self, body)
@@ -67,7 +67,7 @@ class LayerAttention(nn.Module):
         self.value = nn.Parameter(torch.zeros(width))
         self.decay = nn.Parameter(torch.zeros(width)) if decay else None
 
-    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
         """The authors' framework defaults for their convolutions, uniform in 1 / sqrt(fan-in); a 3x3 kernel a channel has fan-in 9."""
         if name == "decay":
             parameter.normal_(generator=generator)

@@ -42,7 +42,7 @@ class MUDDFormerConfig(ResidualConfig):
     prepost: bool = False
     separate_norms: bool = False
 
-    def build(self, body: Body) -> MUDDFormer:
+    def module(self, body: Body) -> MUDDFormer:
         return MUDDFormer(self, body)
 
 
@@ -61,11 +61,8 @@ class Connection(nn.Module):
         self.hidden = nn.Parameter(torch.empty(width, hidden))
         self.output = nn.Parameter(torch.empty(hidden, self.ways * sources))
         self.bias = nn.Parameter(torch.empty(self.ways, sources))
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                self.initial_values(name, parameter, torch.Generator())
 
-    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
         """W_1 with variance 1/D, W_2 zero, and a takes the newest output alone (nothing with PrePostDANorm, whose stream has it)."""
         parameter.zero_()
         if name == "hidden":

@@ -32,7 +32,7 @@ class PostNormConfig(ResidualConfig):
 
     deep: bool = False
 
-    def build(self, body: Body) -> PostNorm:
+    def module(self, body: Body) -> PostNorm:
         if body.norms != "pre":
             raise RequestError(f"{self.name} puts the norms before sub-layers on the trunk; model.norms = {body.norms!r} has none there.")
         return PostNorm((2 * body.layers) ** 0.25 if self.deep else 1.0, body)

@@ -18,7 +18,7 @@ class PreNormConfig(ResidualConfig):
 
     name: ClassVar[str] = "prenorm"
 
-    def build(self, body: Body) -> PreNorm:
+    def module(self, body: Body) -> PreNorm:
         return PreNorm(body)
 
 

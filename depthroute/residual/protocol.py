@@ -105,8 +105,18 @@ class ResidualConfig(abc.ABC):
         return METHODS
 
     @abc.abstractmethod
+    def module(self, body: Body) -> Residual:
+        """The module that does it; its values need not be set. Raises RequestError where the method does not fit the body."""
+
     def build(self, body: Body) -> Residual:
-        """The module that does it. Raises RequestError where the method does not fit the body."""
+        """The module that does it, with its initial values (random ones from torch's own generator).
+
+        Raises:
+            RequestError: the method does not fit the body.
+        """
+        residual = self.module(body)
+        residual.reset_parameters()
+        return residual
 
     def adaptation(self, body: Body) -> Adaptation:
         """What the method needs otherwise in its body; as a rule nothing."""
@@ -115,7 +125,7 @@ class ResidualConfig(abc.ABC):
     def check(self, body: Body) -> None:
         """Refuse a body that the method does not fit, before any work starts; nothing is allocated."""
         with torch.device("meta"):
-            self.build(body)
+            self.module(body)
 
 
 METHODS: dict[str, type[ResidualConfig]] = {}  # filled by registry.py, a line a method
@@ -127,6 +137,15 @@ class Residual(nn.Module, abc.ABC):
     def __init__(self, body: Body) -> None:
         super().__init__()
         self.body = body
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initial values for all parameters, by the `initial_values(name, parameter, generator)` of the modules that own them."""
+        for module in self.modules():
+            fill = getattr(module, "initial_values", None)
+            for name, parameter in module.named_parameters(recurse=False):
+                if fill is not None:
+                    fill(name, parameter, None)
 
     @abc.abstractmethod
     def open(self, embedding: Tensor) -> Memory:

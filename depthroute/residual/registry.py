@@ -33,33 +33,44 @@ from depthroute.residual.bank import BLOCK_FIELDS, BankConfig
 from depthroute.residual.method import Method
 from depthroute.residual.protocol import METHODS, ResidualConfig
 
-# A line a file, in the order of the table: streams, histories, several streams, banks of sources, inside attention.
-FILES = (
-    prenorm,
-    postnorm,
-    rezero,
-    layerscale,
-    highway,
-    laurel,
-    skips,
-    denseformer,
-    muddformer,
-    mrla,
-    hyper,
-    mhc,
-    attnres_methods,
-    static,
-    dynamic,
-    linear,
-    delta,
-    values,
-    depth_attention,
-)
+# A line a file. The families are the order of the table, and a baseline study checks the learning rate once in each.
+FAMILIES = {
+    "one stream": (
+        prenorm,
+        postnorm,
+        rezero,
+        layerscale,
+        highway,
+        laurel,
+        skips,
+    ),
+    "histories of layers": (
+        denseformer,
+        muddformer,
+        mrla,
+    ),
+    "several streams": (
+        hyper,
+        mhc,
+    ),
+    "attention over depth": (
+        attnres_methods,
+        static,
+        dynamic,
+        linear,
+        delta,
+    ),
+    "inside attention": (
+        values,
+        depth_attention,
+    ),
+}
 
 SPECIFICATIONS: dict[str, Method] = {}  # what a user may type
+FAMILY: dict[str, str] = {}  # of a method, by name
 
 
-def register(method: Method) -> None:
+def register(method: Method, family: str = "others") -> None:
     """Make a method known: to specifications, to configurations read from JSON, and to the table.
 
     Raises:
@@ -70,11 +81,13 @@ def register(method: Method) -> None:
         raise RequestError(f"the residual method {method.name!r} is there already; choose another name.")
     SPECIFICATIONS[method.name] = method
     METHODS[config.name] = config
+    FAMILY[method.name] = family
 
 
-for _file in FILES:
-    for _method in _file.METHODS:
-        register(_method)
+for _family, _files in FAMILIES.items():
+    for _file in _files:
+        for _method in _file.METHODS:
+            register(_method, _family)
 
 
 def parse_residual(text: str, base: AttnResConfig | None = None) -> ResidualConfig:

@@ -24,7 +24,7 @@ class ReZeroConfig(ResidualConfig):
 
     prenorm: bool = False
 
-    def build(self, body: Body) -> ReZero:
+    def module(self, body: Body) -> ReZero:
         return ReZero(body)
 
     def adaptation(self, body: Body) -> Adaptation:

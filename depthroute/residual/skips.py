@@ -39,7 +39,7 @@ class SkipsConfig(ResidualConfig):
         if not (self.embedding or self.unet):
             raise RequestError("skips needs residual.embedding = true or residual.unet = true.")
 
-    def build(self, body: Body) -> Skips:
+    def module(self, body: Body) -> Skips:
         return Skips(self, body)
 
 

@@ -30,7 +30,7 @@ class StaticMixConfig(BankConfig):
 
     raw: bool = False
 
-    def build(self, body: Body) -> StaticMix:
+    def module(self, body: Body) -> StaticMix:
         return StaticMix(self, body)
 
 
@@ -47,6 +47,9 @@ class StaticMix(SourceBank):
         if site == 0:
             return normalised(sources[0], norm)
         return normalised(weighted_sum(sources, self._weights(site)), norm)
+
+    def source_names(self, site: int) -> tuple[str, ...]:
+        return () if self.raw else super().source_names(site)
 
     def source_weights(self, memory: Bank, site: int) -> dict[str, Tensor]:
         if site == 0 or self.raw:

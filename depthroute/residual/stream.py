@@ -30,7 +30,7 @@ class Filled(nn.ParameterDict):
         self.value = value
         self.no_decay = frozenset(map(str, shapes))
 
-    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
         parameter.fill_(self.value)
 
 

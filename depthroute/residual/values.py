@@ -42,7 +42,7 @@ class ValueResidualConfig(ResidualConfig):
         if self.shared and (self.learned or self.start != 1 or (self.first, self.own) != (0.5, 0.5)):
             raise RequestError("residual.shared = true takes the first layer's values alone; leave first, own, learned and start out.")
 
-    def build(self, body: Body) -> ValueResidual:
+    def module(self, body: Body) -> ValueResidual:
         return ValueResidual(self, body)
 
     def adaptation(self, body: Body) -> Adaptation:
@@ -56,7 +56,7 @@ class ValueWeights(nn.ParameterDict):
         super().__init__({str(layer): nn.Parameter(torch.tensor([config.first, config.own])) for layer in layers})
         self.initial = (config.first, config.own)
 
-    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
         parameter.copy_(torch.tensor(self.initial))
 
 
