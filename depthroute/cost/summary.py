@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from depthroute.cost.flops import core_flops, projected_key_flops, routing_flops, source_counts
 from depthroute.model import Decoder, ModelConfig
-from depthroute.residual import AttnResConfig, block_ends
+from depthroute.residual import AttnResConfig, PreNormConfig, ResidualConfig
 
 
 def model_facts(config: ModelConfig) -> dict[str, Any]:
@@ -15,8 +16,7 @@ def model_facts(config: ModelConfig) -> dict[str, Any]:
 
     with torch.device("meta"):
         counts = Decoder(config).parameter_counts()
-    method = config.residual
-    return {
+    facts = {
         "parameters": counts["total"],
         "residual_parameters": counts["residual"],
         "embedding_parameters": counts["embedding"],
@@ -26,28 +26,33 @@ def model_facts(config: ModelConfig) -> dict[str, Any]:
         "mlp_width": config.mlp_width,
         "context": config.context,
         "vocabulary": config.vocabulary,
-        "residual": method.name if not isinstance(method, AttnResConfig) else f"{method.name}, {describe(method)}",
-        "routing_flops_percent": routing_percent(config),
+        "residual": describe(config.residual),
     }
+    percent = routing_percent(config)
+    return facts if percent is None else facts | {"routing_flops_percent": percent}
 
 
-def describe(method: AttnResConfig) -> str:
-    """The choices that make a member of the AttnRes family."""
-    size = next((f"{name} {value}" for name in ("block", "layers_per_block", "num_blocks") if (value := getattr(method, name))), "full")
-    keys = f"{'projected' if method.keys == 'projected' else 'sliced'} keys, rank {method.rank or 'width'}"
-    return f"{size}, {keys}, roles {method.roles}"
+def describe(method: ResidualConfig) -> str:
+    """A method and its settings that are not the usual ones."""
+    fields = [field for field in dataclasses.fields(method) if getattr(method, field.name) != field.default]
+    return ", ".join([method.name, *(f"{field.name} {getattr(method, field.name)}" for field in fields)])
 
 
-def routing_percent(config: ModelConfig) -> float:
-    """Multiply-adds of routing per token as a percentage of the body's weight matrices (Low-Rank AttnRes, Appendix F)."""
+def routing_percent(config: ModelConfig) -> float | None:
+    """Multiply-adds of routing per token as a percentage of the body's weight matrices (Low-Rank AttnRes, Appendix F).
+
+    None for methods outside the AttnRes family and a plain stream, whose FLOPs are not counted here.
+    """
     method = config.residual
-    if not isinstance(method, AttnResConfig):
+    if isinstance(method, PreNormConfig):
         return 0.0
+    if not isinstance(method, AttnResConfig):
+        return None
     sublayers = 2 * config.layers
-    ends = block_ends(sublayers, block=method.block, layers_per_block=method.layers_per_block, num_blocks=method.num_blocks)
-    counts = list(source_counts(sublayers, ends))
-    if method.roles not in ("shared", "tied"):  # attention sites are read twice
-        counts += counts[:-1:2]
+    sources = source_counts(sublayers, method.block_ends(sublayers))
+    counts = [count if method.window is None else min(count, method.window + 1) for count in sources]
+    reads = {"shared": 1, "tied": 1, "separate": 3}.get(method.roles, 2)  # of an attention site
+    counts += counts[:-1:2] * (reads - 1)
     rank = method.rank or config.width
     cost = routing_flops(config.width, rank, counts)
     heads = config.heads * config.resolved_head_width

@@ -79,6 +79,7 @@ def baseline_study(recipe: Recipe, base: RunConfig, *, seeds: tuple[int, ...], m
     rank = max(1, base.model.width // 4)
     arms = tuple(f"{name}={NEEDED[name].format(rank=rank)}" if name in NEEDED else name for name in names)
     study = matched_study(recipe, base, arms=arms, seeds=seeds)
+    named = {name: dataclasses.replace(arm, label=SPECIFICATIONS[name].label) for name, arm in study.arms.items()}
     checks: dict[str, Arm] = {}
     for name in CHECKED:
         if name in study.arms:
@@ -95,7 +96,7 @@ def baseline_study(recipe: Recipe, base: RunConfig, *, seeds: tuple[int, ...], m
         name="Residual methods in one body",
         question="In one body, on the same tokens in the same order: what does each way of connecting sub-layers change against the plain "
         "stream, at what cost?",
-        arms={**study.arms, **checks},
+        arms={**named, **checks},
         comparisons=(*parent, *pairs),
         differs=("train.learning_rate",),
     )

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
 
-from depthroute.report import facts, findings, numbers
+from depthroute.report import costs, facts, findings, numbers
 from depthroute.report.curve_plots import curves_figure
 from depthroute.report.document import Block, Bullets, Details, Document, FigureBlock, Paragraph, Section, Table
-from depthroute.report.numbers import NO_BREAK, NONE
+from depthroute.report.numbers import NO_BREAK
 from depthroute.report.outcome_plots import endpoints_figure, gap_figure
 from depthroute.report.routing_plots import divergence_figure, heat_figures
-from depthroute.report.stored import Arm, Cell, Comparison, StoredStudy
+from depthroute.report.stored import Comparison, StoredStudy
 
 FEW = 4  # comparisons that are told one by one; more are counted, and their pairs folded away
 
@@ -24,7 +23,7 @@ def compose(study: StoredStudy) -> Document:
         Section("results", "Paired results", _results(study)),
         Section("curves", "Learning curves", _present(curves_figure(study, data.get("unigram_entropy_nats")))),
         Section("routing", "What the models read", _present(*heat_figures(study), divergence_figure(study))),
-        Section("cost", "Cost beside quality", [_cost_table(study)]),
+        Section("cost", "Cost beside quality", costs.blocks(study)),
         Section("limits", "What this study cannot show", [Bullets(findings.limits(study, data))]),
         Section("reproduction", "To repeat it", facts.reproduction(study, data)),
     ]
@@ -100,53 +99,6 @@ def _seed_table(compared: Sequence[Comparison]) -> Table:
 
 def _pair(name: str, arm: float, parent: float, difference: float, reduction: float) -> list[str]:
     return [name, numbers.nats(arm), numbers.nats(parent), numbers.difference(difference), numbers.percent(-reduction)]
-
-
-def _cost_table(study: StoredStudy) -> Table:
-    columns = ["Arm", "Parent", "Parameters", "Added", "Tokens/s", "relative", "Peak memory", "relative", "Training", "NLL, nats"]
-    rows = []
-    for arm in study.arms:
-        done, parent = study.complete(arm), study.parent_of(arm)
-        rows.append([
-            arm.label,
-            parent.label if parent else NONE,
-            numbers.count(_mean(done, "parameters", "total")),
-            numbers.count(_mean(done, "parameters", "residual")),
-            numbers.count(_mean(done, "tokens_per_second", "median")),
-            _relative(study, arm, "tokens_per_second", "median"),
-            numbers.mebibytes(_mean(done, "peak_memory_bytes")),
-            _relative(study, arm, "peak_memory_bytes"),
-            numbers.duration(_mean(done, "training_seconds")),
-            numbers.nats(_mean(done, "nll")),
-        ])  # fmt: skip
-    return Table(
-        "Means over the complete seeds. Added are the parameters of the residual method. Tokens per second are the median over steps, data "
-        "and optimiser included. Relative columns compare with the arm's parent: the ratio is taken within each seed that both have, "
-        "and its median over the seeds is shown.",
-        columns,
-        [(None, rows, [])],
-        text_columns=2,
-    )
-
-
-def _relative(study: StoredStudy, arm: Arm, *path: str) -> str:
-    parent = study.parent_of(arm)
-    if parent is None:
-        return NONE
-    ours, theirs = ({cell.seed: _number(cell, *path) for cell in study.complete(a)} for a in (arm, parent))
-    pairs = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
-    ratios = [top / bottom for top, bottom in pairs if top and bottom]
-    return numbers.percent(median(ratios) - 1, 1) if ratios else NONE
-
-
-def _mean(done: Sequence[Cell], *path: str) -> float | None:
-    values = [_number(cell, *path) for cell in done]
-    return numbers.mean([value for value in values if value is not None])
-
-
-def _number(cell: Cell, *path: str) -> float | None:
-    value = facts.dig(cell.result, *path)
-    return value if isinstance(value, int | float) else None
 
 
 def _present(*figures: FigureBlock | None) -> list[Block]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from depthroute.cli.data import Options as DataOptions
 from depthroute.cli.main import main
 from depthroute.data import PrepareConfig
+from depthroute.residual import SPECIFICATIONS, AttnResConfig, Body, Degenerate, PreNormConfig, parse_residual
+from depthroute.residual.values import ValueResidualConfig
 
 
 def test_info_of_a_run_and_of_its_data(trained_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,3 +71,58 @@ def test_the_options_of_data_are_those_of_its_configuration() -> None:
     options, config = dataclasses.asdict(DataOptions(out=Path())), dataclasses.asdict(PrepareConfig())
     assert {name: options[name] for name in config} == config
     assert options.keys() - config.keys() == {"out", "json"}
+
+
+def test_methods_prints_a_row_for_every_method(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["methods"]) == 0
+    table = capsys.readouterr().out
+    first = [line.split(" ")[0] for line in table.splitlines() if line and line[0] != " "]
+    assert first == ["--residual", *SPECIFICATIONS]
+    assert main(["methods", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["method"] for row in rows] == list(SPECIFICATIONS)
+    for row in rows:
+        for field in ("equation", "parameters", "weights", "reads", "degenerate", "paper", "state", "cost", "traffic"):
+            assert row[field], (row["method"], field)
+
+
+def test_methods_tells_all_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["methods", "mhc", "delta-block"]) == 0
+    text = capsys.readouterr().out
+    assert "mhc:STREAMS,FIELD=VALUE,..." in text and "  iterations = 20" in text and "released" in text
+    assert "delta-block:BLOCK" in text and "  gate = none" in text and "layers_per_block = 4" in text
+    assert main(["methods", "mhcc"]) == 2
+    assert "unknown residual method 'mhcc'; perhaps you meant 'mhc'" in capsys.readouterr().err
+
+
+def test_methods_checks_degenerate_cases_live(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["methods", "block", "hc", "--check"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("holds") == 3 and "queries zero: PreNorm" in text
+    wrong = Degenerate(says="the mean of two values is one of them", config=ValueResidualConfig(), equals=PreNormConfig())
+    monkeypatch.setitem(SPECIFICATIONS, "hc", replace(SPECIFICATIONS["hc"], degenerate=(wrong,)))
+    assert main(["methods", "block", "hc", "--check"]) == 1
+    captured = capsys.readouterr()
+    assert "FAILS  hc" in captured.out and "the degenerate case of hc does not hold" in captured.err
+    assert main(["methods", "block", "--check", "--json"]) == 0
+    assert all(case["holds"] and case["logits"] < 1e-9 for case in json.loads(capsys.readouterr().out)["block"])
+
+
+def test_boundaries_of_a_run_are_a_residual_method(trained_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["boundaries", str(trained_run), "--blocks", "3", "--tokens", "64", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["similarity"]) == 5 and all(-1 <= cosine <= 1 for cosine in found["similarity"])
+    assert len(found["ends"]) == 3 and found["ends"][-1] == 6
+    config = parse_residual(found["residual"])
+    assert config == AttnResConfig(ends=tuple(found["ends"]))
+    config.check(Body(width=12, layers=3, attention_activation=12, mlp_activation=16))
+    assert main(["boundaries", str(trained_run), "--blocks", "3", "--tokens", "64"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("| block ends") == 2 and found["residual"] in text
+    assert main(["boundaries", str(trained_run), "--blocks", "9"]) == 2
+    assert "blocks = 9 is not allowed" in capsys.readouterr().err
+
+
+def test_baselines_and_arms_exclude_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study", str(tmp_path / "study"), "--baselines", "--arm", "prenorm"]) == 2
+    assert "--baselines is all methods, and --arm names some" in capsys.readouterr().err

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from depthroute.common.errors import RequestError
-from depthroute.recipes import RECIPES, matched_study, recipe, run_of
-from depthroute.residual import AttnResConfig, PreNormConfig
+from depthroute.recipes import RECIPES, baseline_study, matched_study, recipe, run_of
+from depthroute.recipes.studies import CHECKED
+from depthroute.residual import FAMILY, SPECIFICATIONS, AttnResConfig, PreNormConfig
+from depthroute.study.plan import plan_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ROLES = json.loads((GOLDEN / "role_decoupled_attnres.json").read_text(encoding="utf-8"))
@@ -97,3 +100,32 @@ def test_a_residual_method_is_checked_against_the_body_it_will_serve() -> None:
         run_of(recipe("small"), Path("tokens"), residual="block:20")
     with pytest.raises(RequestError, match="rank = 200 is larger than the width 96"):
         run_of(recipe("small"), Path("tokens"), residual="low-rank:4,rank=200")
+
+
+def test_a_baseline_study_holds_every_method_and_a_rate_check_in_every_family(tmp_path: Path) -> None:
+    made = recipe("small")
+    base = run_of(made, tmp_path, residual="prenorm")
+    study = baseline_study(made, base, seeds=(1,))
+    assert set(SPECIFICATIONS) <= set(study.arms)
+    assert {FAMILY[name] for name in CHECKED} == set(FAMILY.values())
+    assert all((name, "prenorm") in study.comparisons for name in SPECIFICATIONS if name != "prenorm")
+    rates = {name: arm.config.train.learning_rate for name, arm in study.arms.items()}
+    assert rates["mhc-half-rate"] == rates["mhc"] / 2 == rates["prenorm"] / 2 and rates["mhc-double-rate"] == 2 * rates["mhc"]
+    for check, parent in (pair for pair in study.comparisons if pair[0].endswith("-rate")):
+        ours, theirs = study.arms[check].config, study.arms[parent].config
+        assert ours.model == theirs.model and check.startswith(parent)
+        assert replace(ours.train, learning_rate=theirs.train.learning_rate) == theirs.train
+    assert study.arms["low-rank"].config.model.residual == AttnResConfig(block=8, rank=24)
+    assert {arm.label for arm in study.arms.values()} >= {"mHC", "PostNorm", "PostNorm, half rate", "Low-Rank AttnRes"}
+    few = baseline_study(made, base, seeds=(1,), methods=("hc", "rd"))
+    assert list(few.arms) == ["prenorm", "hc", "rd", "prenorm-half-rate", "prenorm-double-rate"]
+    with pytest.raises(RequestError, match="unknown residual method 'hcc'; perhaps you meant 'hc'"):
+        baseline_study(made, base, seeds=(1,), methods=("hcc",))
+
+
+def test_the_plan_of_a_baseline_study_is_matched(trained_run: Path, tmp_path: Path) -> None:
+    """Nothing but the method differs between a method and the plain stream; a rate check declares what else does."""
+    made = recipe("small")
+    study = baseline_study(made, run_of(made, trained_run.parent / "tokens", vocabulary=300, residual="prenorm"), seeds=(1,))
+    plan = plan_of(study)
+    assert len(plan["arms"]) == len(study.arms) and plan["differs"] == ["train.learning_rate"]
