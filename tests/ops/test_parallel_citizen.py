@@ -18,13 +18,17 @@ from torch import Tensor, distributed, nn
 from depthroute.common.errors import RequestError
 from depthroute.model import Decoder, ModelConfig
 from depthroute.ops import depth_attention
-from depthroute.residual import AttnResConfig, ResidualConfig
+from depthroute.residual import SPECIFICATIONS, AttnResConfig, ResidualConfig, parse_residual
 from depthroute.train import initialise
 
 CONFIGS: dict[str, ResidualConfig] = {
     "block": AttnResConfig(block=2),
     "role-decoupled": AttnResConfig(block=3, roles="decoupled", phases=False),
 }
+# Every other method, as it fits two layers of width 12.
+FITTED = {"mhar": ",heads=3", "mhar-block": ":2,heads=3", "laurel-lr": ",rank=4", "low-rank": ":2,rank=4", "delta-block": ":2"}
+FITTED |= {"mrla-base": ",head_width=4", "mrla-light": ",head_width=4", "block-query": ":2", "denseformer-4x5": ",period=2", "block": ":2"}
+CONFIGS |= {name: parse_residual(name + FITTED.get(name, "")) for name in SPECIFICATIONS}
 
 
 @pytest.mark.skipif(not distributed.is_gloo_available(), reason="torch has no gloo")
