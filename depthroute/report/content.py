@@ -22,7 +22,7 @@ def compose(study: StoredStudy) -> Document:
         Section("setup", "What was run", facts.setup(study, data)),
         Section("results", "Paired results", _results(study)),
         Section("curves", "Learning curves", _present(curves_figure(study, data.get("unigram_entropy_nats")))),
-        Section("routing", "What the models read", _present(*heat_figures(study), divergence_figure(study))),
+        Section("routing", "What the models read", _routing(study)),
         Section("cost", "Cost beside quality", costs.blocks(study)),
         Section("limits", "What this study cannot show", [Bullets(findings.limits(study, data))]),
         Section("reproduction", "To repeat it", facts.reproduction(study, data)),
@@ -54,7 +54,18 @@ def _results(study: StoredStudy) -> list[Block]:
             blocks.append(findings.other_comparisons(study, FEW))
         pairs = _seed_table(compared)
         blocks += [_summary_table(compared), pairs if len(compared) <= FEW else Details("Every pair, seed by seed", [pairs])]
-    return blocks + _present(endpoints_figure(study), gap_figure(study))
+    gaps = _present(gap_figure(study))
+    return blocks + _present(endpoints_figure(study)) + _folded("Every difference over training", gaps, len(study.comparisons))
+
+
+def _routing(study: StoredStudy) -> list[Block]:
+    heat = _present(*heat_figures(study))
+    return _folded("Every arm, site by site", heat, len(heat)) + _present(divergence_figure(study))
+
+
+def _folded(summary: str, blocks: list[Block], number: int) -> list[Block]:
+    """Blocks as they are while they are few, and folded away when a page of them would hide the rest."""
+    return blocks if number <= FEW or not blocks else [Details(summary, blocks)]
 
 
 def _summary_table(compared: Sequence[Comparison]) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -100,6 +100,15 @@ class Details:
 
 
 Block = Paragraph | Bullets | Note | KeyNumbers | Facts | Table | FigureBlock | Details
+
+
+def figures_of(blocks: Sequence[Block]) -> Iterator[FigureBlock]:
+    """Every figure in reading order, folded ones among them."""
+    for block in blocks:
+        if isinstance(block, FigureBlock):
+            yield block
+        elif isinstance(block, Details):
+            yield from figures_of(block.blocks)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from depthroute.report.document import (
     Strong,
     Table,
     Text,
+    figures_of,
 )
 from depthroute.report.html_page import Numbering
 
@@ -40,7 +41,7 @@ def render_markdown(document: Document) -> str:
 
 def figure_files(document: Document) -> dict[str, Panel]:
     """The names of the files that the Markdown shows, and the panel that belongs into each."""
-    figures = [block for section in document.sections for block in section.blocks if isinstance(block, FigureBlock)]
+    figures = [figure for section in document.sections for figure in figures_of(section.blocks)]
     return {_file(panel): panel for figure in figures for panel in figure.panels}
 
 

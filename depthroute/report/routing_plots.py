@@ -53,7 +53,9 @@ def heat_figures(study: StoredStudy) -> list[FigureBlock]:
         panels = [_heat_panel(arm, role, sites, single=len(averaged) == 1) for role, sites in averaged]
         tokens = runs[0].get("tokens")
         caption = (
-            "A row is a place where the depth memory is read, a column a source; a row sums to one. An empty place means that the source "
+            "A row is a place where the depth memory is read, a column a source; "
+            + ("a row sums to one" if sums_to_one(averaged) else "weights are sigmoids, which need not sum to one")
+            + ". An empty place means that the source "
             "does not exist there"
             + ("; a dotted outline marks the partial sum of a block that is still open" if any_open(averaged) else "")
             + f". Mean over {numbers.plural(len(runs), 'seed')}"
@@ -116,9 +118,14 @@ def any_open(averaged: Sequence[tuple[str, Sequence[Site]]]) -> bool:
     return any(site.open_block for _, sites in averaged for site in sites)
 
 
+def sums_to_one(averaged: Sequence[tuple[str, Sequence[Site]]]) -> bool:
+    """Whether these are softmax weights."""
+    return all(abs(math.fsum(site.weights.values()) - 1) < 1e-3 for _, sites in averaged for site in sites)
+
+
 def _role_words(role: str, sites: Sequence[Site]) -> str:
     """A role in words; the sites that read one mixture for everything are named by their kinds."""
-    return ROLES.get(role) or f"{numbers.listed(sorted({site.kind for site in sites}))} sites"
+    return ROLES.get(role, role) if role != "shared" else f"{numbers.listed(sorted({site.kind for site in sites}))} sites"
 
 
 def _column(source: str) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from depthroute.common.files import read_json, write_json
+from depthroute.report import write_report
 from depthroute.report.content import compose
-from depthroute.report.document import Bullets, Paragraph, Section, Table
+from depthroute.report.document import Bullets, Details, Paragraph, Section, Table
 from depthroute.report.stored import read_study
 
 WriteStudy = Callable[..., Path]
@@ -74,3 +75,17 @@ def test_the_same_arm_at_other_rates_is_a_row(tmp_path: Path, write_study: Write
     assert [row[0] for row in rows] == ["Block AttnRes"] and rows[0][-1] == "0.0005"
     lowest, shared, highest = (float(cell) for cell in rows[0][1:4])
     assert lowest < shared < highest
+
+
+def test_what_would_hide_the_rest_is_folded_away_in_a_large_study(tmp_path: Path, write_study: WriteStudy) -> None:
+    """Every figure is still there, and a file of its own for the Markdown."""
+    arms = {"prenorm": ("PreNorm", {"method": "prenorm"}, 0.0)}
+    arms |= {f"block-{n}": (f"Block {n}", {"method": "attnres", "block": 4, "roles": "shared"}, -0.01 * n) for n in range(1, 7)}
+    study = write_study(tmp_path, arms=arms, comparisons=[(name, "prenorm") for name in arms if name != "prenorm"])
+    folded = [block for section in compose(read_study(study)).sections for block in section.blocks if isinstance(block, Details)]
+    assert {block.summary for block in folded} >= {"Every difference over training", "Every arm, site by site"}
+    write_report(study)
+    page, text = ((study / "report" / name).read_text(encoding="utf-8") for name in ("index.html", "report.md"))
+    drawings = {path.name for path in (study / "report").glob("*.svg")}
+    assert len(drawings) == page.count("<svg") and all(name in text for name in drawings)
+    assert len(drawings) >= 6 + 6 + 2  # heat maps, gaps, endpoints
