@@ -11,7 +11,7 @@ from torch import Tensor
 
 from depthroute.analysis.degenerate import verify
 from depthroute.model import Decoder, ModelConfig
-from depthroute.residual import (  # what makes a name of it
+from depthroute.residual import (
     NO_TRACE,
     Body,
     Degenerate,
@@ -76,7 +76,7 @@ METHOD = Method(
 
 
 def main() -> None:
-    register(METHOD)  # a file in depthroute/residual adds itself to FILES in registry.py instead
+    register(METHOD)  # a file in depthroute/residual is named in FAMILIES of registry.py instead
     for found in verify(METHOD):
         verdict = "holds" if found.holds else "FAILS"
         print(f"{found.case.says}: {verdict}, output within {found.logits:.0e}, gradients {found.gradients:.0e}")

@@ -14,11 +14,12 @@ from torch.nn import functional as F
 
 from depthroute.common.errors import RequestError
 from depthroute.model import Decoder
+from depthroute.residual import Memory, Trace
 
 
 @torch.no_grad()
 def output_similarity(model: Decoder, batches: Iterable[Tensor]) -> list[float]:
-    """The cosine between what consecutive sub-layers put out, mean over tokens: 2L - 1 numbers from -1 to 1, the first that of attention
+    """The cosine between what consecutive sub-layers write, mean over tokens: 2L - 1 numbers from -1 to 1, the first that of attention
     0 and MLP 0.
 
     Args:
@@ -26,29 +27,28 @@ def output_similarity(model: Decoder, batches: Iterable[Tensor]) -> list[float]:
     """
     previous: list[Tensor] = []
     totals = torch.zeros(2 * len(model.layers) - 1, dtype=torch.float64)
-    tokens, site = 0, 0
+    tokens = 0
 
-    def hook(module: torch.nn.Module, inputs: object, found: object) -> None:
-        nonlocal site
-        output = found.output  # type: ignore[attr-defined]
+    write = model.residual.write
+
+    def watched(memory: Memory, site: int, output: Tensor, trace: Trace) -> Memory:
+        exact = output.double()
         if previous:
-            totals[site - 1] += F.cosine_similarity(previous.pop(), output.double(), dim=-1).sum().item()
-        previous.append(output.double())
-        site += 1
+            totals[site - 1] += F.cosine_similarity(previous.pop(), exact, dim=-1).sum().item()
+        previous.append(exact)
+        return write(memory, site, output, trace)
 
-    handles = [sublayer.register_forward_hook(hook) for layer in model.layers for sublayer in (layer.attention, layer.mlp)]  # type: ignore[union-attr]
     training = model.training
     model.eval()
+    model.residual.write = watched  # type: ignore[method-assign,assignment]
     try:
         for batch in batches:
             previous.clear()
-            site = 0
             model(batch)
             tokens += batch.numel()
     finally:
         model.train(training)
-        for handle in handles:
-            handle.remove()
+        model.residual.write = write  # type: ignore[method-assign]
     if not tokens:
         raise RequestError("no tokens were given; output similarity is a mean over tokens.")
     return (totals / tokens).tolist()

@@ -77,8 +77,9 @@ class RoutingTotals:
             self._add(self._sums[site, role], weights=weights.sum(1), count=count.sum(), square=count.square().sum())
             if (site, role) == next(iter(self._sums)):
                 self.tokens += weights.shape[1]
-        if {"query_key", "value"} <= roles.keys():
-            nats = jensen_shannon(shares["query_key"], shares["value"]).sum()
+        pairs = [(share, shares[role.replace("query_key", "value")]) for role, share in shares.items() if role.startswith("query_key")]
+        if pairs:  # one, or one a head, of which this is the mean
+            nats = torch.stack([jensen_shannon(*pair).sum() for pair in pairs]).mean()
             self._divergence[site] = self._divergence.get(site, torch.zeros_like(nats)) + nats
 
     def summary(self) -> dict[str, Any] | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from depthroute.common.errors import RequestError
+from depthroute.common.errors import RequestError, choose
 from depthroute.residual import Body, PreNormConfig, ResidualConfig
+
+PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")  # a layer's weight matrices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,9 @@ class ModelConfig:
             if not getattr(self, name) > 0:
                 raise RequestError(f"model.{name} = {getattr(self, name)} is not allowed; it must be positive.")
         self.residual.check(self.body)
+        for name in self.residual.adaptation(self.body).initial_scale:
+            if name not in PROJECTIONS:
+                raise RequestError(f"the residual method {self.residual.name}: {choose('projection', name, PROJECTIONS)}")
 
     @property
     def resolved_head_width(self) -> int:

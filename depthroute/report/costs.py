@@ -75,7 +75,7 @@ def _unmatched(study: StoredStudy) -> list[Block]:
 
 
 _RATES = Paragraph(
-    "The same arms at other learning rates. All arms of a study share one rate, which suits some methods better than others: an arm that "
+    "The same arms at other learning rates. The comparisons above share one rate, which suits some methods better than others: an arm that "
     "gains from another rate is held back by the shared one."
 )
 

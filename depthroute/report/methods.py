@@ -36,7 +36,7 @@ def row(method: Method) -> dict[str, str]:
         "method": method.name,
         "sized": size,
         "weights": "dynamic" if method.dynamic else "static",
-        "degenerate": "; ".join(case.says for case in method.degenerate),
+        "degenerate": "; ".join(case.says for case in method.degenerate) or "the one that others become",
     }
 
 
@@ -84,4 +84,6 @@ def details(method: Method) -> str:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{','.join(map(str, value))}]"
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

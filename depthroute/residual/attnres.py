@@ -10,7 +10,6 @@ Shapes: ... leading dimensions, D width, S sources, R key rank.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar, Literal, NamedTuple, cast
@@ -45,8 +44,8 @@ class AttnResConfig(BankConfig):
     prior. `learned_count_prior`: a beta a site that starts there.
 
     `roles`: "shared", one route for query, key and value; "decoupled", a second one for the value; "separate", one each; and the controls
-    "tied" (both roles read by the same route), "average" (two routes, their mixtures averaged) and "frozen_value" (the value route stays
-    uniform).
+    "tied" (both roles read by the same route), "average" (two routes, their mixtures averaged) and "frozen_value" (the value's query stays
+    zero).
 
     `first_read`: give the first site parameters although it can only read the embedding, as the role-decoupled paper counts them. They
     change nothing and their gradient is zero.
@@ -98,11 +97,16 @@ class Ahead(NamedTuple):
 class Site(nn.Module):
     """The parameters of one read: route queries, the key norm's gain and the count prior's strength, where there are such."""
 
-    def __init__(self, config: AttnResConfig, rank: int, roles: bool, even: bool) -> None:
-        """`roles`: attention reads by role here. `even`: all sources count the same, so that a count prior moves nothing."""
+    counts: Tensor
+
+    def __init__(self, config: AttnResConfig, rank: int, roles: bool, counts: tuple[int, ...]) -> None:
+        """`roles`: attention reads by role here. `counts`: how many outputs each source is made of."""
         super().__init__()
+        even = len(set(counts)) == 1  # then a count prior moves nothing
+        if config.count_prior is not None:
+            self.register_buffer("counts", torch.tensor(counts, dtype=torch.float32), persistent=False)  # whole: no dtype loses them
         self.prior = config.count_prior
-        separate, gain = roles and config.roles == "separate", config.key_gain and config.key_norm != "none"
+        separate, gain = roles and config.roles == "separate", config.key_gain
         self.query = nn.Parameter(torch.zeros(rank))
         self.key_query = nn.Parameter(torch.zeros(rank)) if separate else None
         self.value_query = nn.Parameter(torch.zeros(rank)) if separate or (roles and config.roles in ("decoupled", "average")) else None
@@ -139,7 +143,7 @@ class AttnRes(SourceBank):
         first = 0 if config.first_read else 1
         self.sites = nn.ModuleDict(
             {
-                str(site): Site(config, rank, self._has_roles(site), len(set(self.counts(site))) == 1)
+                str(site): Site(config, rank, self._has_roles(site), self.counts(site))
                 for site in range(first, body.sublayers + 1)
             }
         )
@@ -169,9 +173,11 @@ class AttnRes(SourceBank):
         options: dict[str, Any] = {} if fused is None else {"output_gain": fused.weight, "output_eps": fused.eps}
         if str(site) in self.sites:
             reads = self._mixtures(memory, site, options)
-        else:  # the first read: one source, which any query returns as it is
+        elif site == 0:  # one source, which any query returns as it is
             first = memory.closed[0]
             reads = (cast(Tensor, depth_attention([first], first.new_zeros(1), **options)),)
+        else:
+            raise RequestError(f"this module has no parameters for site {site}; it has those of {', '.join(self.sites) or 'none'}.")
         mixed = (reads[0] + reads[1]) / 2 if len(reads) > 1 and average else reads[0]
         inputs = RoleInputs(mixed, reads[len(reads) // 3], reads[-1]) if roles and not average else mixed
         return inputs if fused is not None else normalised(inputs, norm)
@@ -266,5 +272,4 @@ class AttnRes(SourceBank):
         if self.config.count_prior is None:
             return None
         parameters = self._site(site)
-        logarithms = parameters.query.new_tensor([math.log(count) for count in self.counts(site)])
-        return logarithms * (self.config.count_prior if parameters.count_prior is None else parameters.count_prior)
+        return parameters.counts.log() * (self.config.count_prior if parameters.count_prior is None else parameters.count_prior)

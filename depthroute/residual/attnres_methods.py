@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from depthroute.residual.attnres import AttnResConfig
-from depthroute.residual.bank import BLOCK_FIELDS, BankConfig
+from depthroute.residual.bank import without_blocks
 from depthroute.residual.method import CASE_WIDTH, Degenerate, Method, scattered
 from depthroute.residual.prenorm import PreNormConfig
 from depthroute.residual.protocol import ResidualConfig
 
-Banked = TypeVar("Banked", bound=BankConfig)
 ATTNRES = "Kimi Team 2026"
-
-
-def without_blocks(base: Banked) -> Banked:
-    """The same, with every sub-layer's output a source."""
-    none: dict[str, Any] = dict.fromkeys(BLOCK_FIELDS)
-    return replace(base, **none)
 
 
 def family(base: AttnResConfig, **changes: Any) -> AttnResConfig:
@@ -33,14 +26,15 @@ def _plain(config: ResidualConfig) -> Degenerate:
 
 def _row(
     name: str, label: str, changes: dict[str, Any], equation: str, degenerate: tuple[Degenerate, ...], *, parameters: str = "2d a site",
-    paper: str = ATTNRES, start: Callable[[AttnResConfig], AttnResConfig] = family, **facts: str,
+    paper: str = ATTNRES, start: Callable[[AttnResConfig], AttnResConfig] = family, size: str = "block", **facts: str,
 ) -> Method:  # fmt: skip
     """A row with what most members have in common."""
     usual = {
-        "reads": "the embedding, block sums and the open partial sum", "state": "(N+2)d", "cost": "2Kd", "traffic": "(N/S + 5)d",
+        "reads": "the embedding, block sums and the open partial sum", "state": "(N+1)d, and up to (S-1)d read ahead",
+        "cost": "2Kd", "traffic": "(N/S + 5)d",
     }  # fmt: skip
     return Method(
-        name=name, label=label, configure=lambda base: start(base, **changes), size="block", equation=equation, dynamic=True,
+        name=name, label=label, configure=lambda base: start(base, **changes), size=size, equation=equation, dynamic=True,
         parameters=parameters, paper=paper, degenerate=degenerate, **{**usual, **facts},
     )  # fmt: skip
 
@@ -50,10 +44,11 @@ def _full(base: AttnResConfig, **changes: Any) -> AttnResConfig:
 
 
 def _ranked(base: AttnResConfig, **changes: Any) -> AttnResConfig:
-    return family(base, rank=base.rank, **changes)
+    return family(base, rank=base.rank, key_gain=False, **changes)
 
 
 _BLOCK = AttnResConfig(block=4)
+_TWICE = "(N+1)d, and up to 1.5(S-1)d read ahead"
 _EVERY = {"reads": "the embedding and every output", "state": "(2L+1)d", "traffic": "(S + N)d in N groups of S"}
 
 METHODS = (
@@ -82,14 +77,14 @@ METHODS = (
             _plain(AttnResConfig(block=4, rank=4, key_gain=False)),
             Degenerate(says="r = d: AttnRes", config=AttnResConfig(rank=CASE_WIDTH), adjust=scattered, equals=AttnResConfig(),
                        adjust_other=scattered),
-        ), start=_ranked, parameters="r a site, 2r with a key gain", cost="K(d + r)", paper="Su 2026, Eqs. 8-13, 25-27",
+        ), start=_ranked, parameters="r a site, 2r with key_gain=true", cost="K(d + r)", paper="Su 2026, Eqs. 8-13, 25-27",
     ),
     _row(
         "rd", "RD-AttnRes", {"roles": "decoupled"}, "h^QK = sum_i softmax_i(q . N(s_i)) s_i, h^V the same with a query of its own", (
             _plain(AttnResConfig(block=4, roles="decoupled")),
             Degenerate(says="equal routes: Block", config=AttnResConfig(block=4, roles="decoupled"), adjust=scattered, equals=_BLOCK,
                        adjust_other=scattered),
-        ), parameters="d a layer more than block", cost="3Kd", paper="RD-AttnRes, Eqs. 3-5",
+        ), parameters="d a layer more than block", state=_TWICE, cost="3Kd", paper="RD-AttnRes, Eqs. 3-5",
     ),
     _row(
         "rd-tied", "RD, tied", {"roles": "tied"}, "h^QK = h^V, read by one route", (
@@ -101,20 +96,18 @@ METHODS = (
         "rd-average", "RD, averaged", {"roles": "average"}, "h = (h^QK + h^V) / 2 for all roles, read by two routes", (
             Degenerate(says="equal routes: Block", config=AttnResConfig(block=4, roles="average"), adjust=scattered, equals=_BLOCK,
                        adjust_other=scattered),
-        ), parameters="d a layer more than block", cost="3Kd", paper="RD-AttnRes, C.3",
+        ), parameters="d a layer more than block", state=_TWICE, cost="3Kd", paper="RD-AttnRes, C.3",
     ),
     _row(
         "rd-frozen-value", "RD, frozen value", {"roles": "frozen_value"}, "h^QK by a route, h^V the mean of the sources", (
             _plain(AttnResConfig(block=4, roles="frozen_value")),
-        ), cost="3Kd", paper="RD-AttnRes, C.3",
+        ), state=_TWICE, cost="3Kd", paper="RD-AttnRes, C.3",
     ),
     _row(
         "mhar", "Multi-Head AttnRes", {"heads": 8},
         "h_g = sum_i softmax_i(q_g . N(s_i)_g) s_i,g for each of H groups of channels; the norm is over all", (
             _plain(AttnResConfig(heads=2)),
-            Degenerate(says="one head: AttnRes", config=AttnResConfig(heads=1), adjust=scattered, equals=AttnResConfig(),
-                       adjust_other=scattered),
-        ), start=_full, paper="Luo et al. 2026, arXiv 2607.27230", **_EVERY,
+        ), start=_full, size="heads", paper="Luo et al. 2026, arXiv 2607.27230", **_EVERY,
     ),
     _row(
         "mhar-block", "Multi-Head Block AttnRes", {"heads": 8},
@@ -129,8 +122,9 @@ METHODS = (
         ), start=_full, paper=f"{ATTNRES}, Table 4", **_EVERY,
     ),
     _row(
-        "no-key-norm", "AttnRes, no key norm", {"key_norm": "none"}, "h = sum_i softmax_i(q . s_i) s_i", (
-            _plain(AttnResConfig(key_norm="none")),
+        "no-key-norm", "AttnRes, no key norm", {"key_norm": "none", "key_gain": False},
+        "h = sum_i softmax_i(q . s_i) s_i", (
+            _plain(AttnResConfig(key_norm="none", key_gain=False)),
         ), start=_full, parameters="d a site", paper=f"{ATTNRES}, Table 4", **_EVERY,
     ),
     _row(
@@ -138,7 +132,8 @@ METHODS = (
         "h = sum_i softmax_i(q . N(s_i)) s_i over the embedding and the last W outputs", (
             Degenerate(says="W beyond the depth: Full", config=AttnResConfig(window=10**6), adjust=scattered, equals=AttnResConfig(),
                        adjust_other=scattered),
-        ), start=_full, paper=f"{ATTNRES}, Table 4", reads="the embedding and the last W outputs", state="(W+1)d", traffic="(W + 3)d",
+        ), start=_full, size="window", paper=f"{ATTNRES}, Table 4", reads="the embedding and the last W outputs", state="(W+1)d",
+        traffic="(W + 3)d",
         notes="queries zero is not PreNorm: sources are forgotten",
     ),
     _row(
@@ -146,7 +141,7 @@ METHODS = (
             Degenerate(says="outputs of RMS one (a post-norm body): Block", config=AttnResConfig(block=4, summary="rms", eps=1e-30),
                        adjust=scattered, equals=AttnResConfig(block=4, eps=1e-30), adjust_other=scattered, body={"norms": "post"},
                        ignoring="output_norm"),
-        ), paper="kimmichtank/rms-block-attnres, 2026",
+        ), paper="kimmichtank/rms-block-attnres, 2026", state="(N+2)d, and up to (S-1)d read ahead",
         notes="queries zero is not PreNorm",
     ),
     _row(
@@ -158,13 +153,15 @@ METHODS = (
         notes="queries zero is PreNorm only at b = 0",
     ),
     _row(
-        "inkling", "Block AttnRes of inkling2", {"values": "normed", "roles": "separate", "scaled": True, "key_norm": "none"},
+        "inkling", "Block AttnRes of inkling2",
+        {"values": "normed", "roles": "separate", "scaled": True, "key_norm": "none", "key_gain": False},
         "h^c = sum_i softmax_i(q^c . r(s_i) / sqrt(d)) r(s_i) for c in q, k, v", (
             Degenerate(
-                says="one query for all roles: shared", config=AttnResConfig(block=4, values="normed", roles="separate", scaled=True),
-                adjust=scattered, equals=AttnResConfig(block=4, values="normed", scaled=True), adjust_other=scattered,
+                says="one query for all roles: the same with one route", adjust=scattered, adjust_other=scattered,
+                config=AttnResConfig(block=4, values="normed", roles="separate", scaled=True, key_norm="none", key_gain=False),
+                equals=AttnResConfig(block=4, values="normed", scaled=True, key_norm="none", key_gain=False),
             ),
-        ), parameters="3d an attention, d an MLP", cost="4Kd", paper="transformers, inkling2",
+        ), parameters="3d an attention, d an MLP", state="(N+1)d, and up to 2(S-1)d read ahead", cost="4Kd", paper="transformers, inkling2",
         notes="queries zero is not PreNorm: sources are normalised",
     ),
 )  # fmt: skip

@@ -5,9 +5,9 @@ Shapes: ... leading dimensions, D width, S sources, R key rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -59,6 +59,23 @@ class BankConfig(ResidualConfig):
     def block_ends(self, sublayers: int) -> tuple[int, ...]:
         """The 1-based last sub-layer of every block."""
         return block_ends(sublayers, **{name: getattr(self, name) for name in BLOCK_FIELDS})
+
+
+Banked = TypeVar("Banked", bound=BankConfig)
+
+
+def without_blocks(config: Banked) -> Banked:
+    """The same, with every sub-layer's output a source."""
+    none: dict[str, Any] = dict.fromkeys(BLOCK_FIELDS)
+    return replace(config, **none)
+
+
+def with_blocks_of(base: BankConfig, config: Banked) -> Banked:
+    """A method that has blocks with those of `base`, if it has some: arms of a study share them."""
+    if not (config.has_blocks and base.has_blocks):
+        return config
+    blocks: dict[str, Any] = {name: getattr(base, name) for name in BLOCK_FIELDS}
+    return replace(config, **blocks)
 
 
 class Bank(NamedTuple):

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from depthroute.ops import DepthRead, depth_attention
-from depthroute.residual.bank import Bank, BankConfig, SourceBank
+from depthroute.residual.bank import Bank, BankConfig, SourceBank, with_blocks_of
 from depthroute.residual.method import Degenerate, Method, scattered
 from depthroute.residual.norm import normalised
 from depthroute.residual.prenorm import PreNormConfig
 from depthroute.residual.protocol import NO_TRACE, Body, Inputs, Norm, Trace
+from depthroute.residual.stream import added
 
 INITIAL_GATES = {"sigmoid": -2.0, "alpha": 0.0}
 
@@ -83,7 +84,7 @@ class Delta(SourceBank):
 
     def write(self, memory: Bank, site: int, output: Tensor, trace: Trace = NO_TRACE) -> Bank:
         assert memory.stream is not None
-        return super().write(memory, site, output, trace)._replace(stream=memory.stream + output.to(memory.stream.dtype))
+        return super().write(memory, site, output, trace)._replace(stream=added(memory.stream, output))
 
     def sources(self, memory: Bank) -> tuple[Tensor, ...]:
         """Deltas that are complete."""
@@ -108,7 +109,7 @@ def _row(name: str, label: str, config: DeltaConfig, equation: str, degenerate: 
     return Method(
         name=name,
         label=label,
-        configure=lambda base: config,
+        configure=lambda base: with_blocks_of(base, config),
         size="block" if config.has_blocks else None,
         equation=equation,
         dynamic=True,
@@ -133,7 +134,7 @@ METHODS = (
     _row(
         "delta-block", "Delta Block AttnRes", DeltaConfig(layers_per_block=4),
         "h = p + sum_k softmax_k(q . N(b_k)) b_k, b_k what closed block k added to the stream p", (),
-        reads="the stream, the embedding and closed block sums", parameters="2d a site behind the first block", state="(N+3)d",
+        reads="the stream, the embedding and closed block sums", parameters="2d a site behind the first block", state="(N+2)d",
         traffic="(K + 5)d", notes="queries zero is not PreNorm: the open block is not among the deltas",
     ),
 )  # fmt: skip

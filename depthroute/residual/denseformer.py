@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from depthroute.common.errors import RequestError
 from depthroute.ops import weighted_sum
 from depthroute.residual.method import Degenerate, Method
-from depthroute.residual.norm import normalised
 from depthroute.residual.prenorm import PreNormConfig
-from depthroute.residual.protocol import NO_TRACE, Body, Inputs, Norm, Residual, ResidualConfig, Trace
+from depthroute.residual.protocol import NO_TRACE, Body, ResidualConfig, Trace
+from depthroute.residual.stream import Beside, added
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class History(NamedTuple):
     outputs: tuple[Tensor | None, ...]
 
 
-class DenseFormer(Residual):
+class DenseFormer(Beside):
     """A whole layer is a block of its own residual stream."""
 
     def __init__(self, config: DenseFormerConfig, body: Body) -> None:
@@ -73,11 +73,8 @@ class DenseFormer(Residual):
     def open(self, embedding: Tensor) -> History:
         return History(embedding, (embedding if self._needed(0, 0) else None,))
 
-    def read(self, memory: History, site: int, norm: Norm | None = None) -> Inputs:
-        return normalised(memory.stream, norm)
-
     def write(self, memory: History, site: int, output: Tensor, trace: Trace = NO_TRACE) -> History:
-        stream = memory.stream + output.to(memory.stream.dtype)
+        stream = added(memory.stream, output)
         if site % 2 == 0:
             return memory._replace(stream=stream)
         i = site // 2 + 1
@@ -102,9 +99,9 @@ def _row(name: str, dilation: int, period: int) -> Method:
         reads="the outputs of earlier layers",
         dynamic=False,
         parameters="L(L+3)/2" if dilation == period == 1 else "sum of i/dilation + 1 over i = period, 2 period, ...",
-        state="(L+1)d" if dilation == 1 else "about Ld",
+        state="(L+1)d" if dilation == 1 else "up to Ld, what a later sum needs",
         cost="Ld/4" if dilation == period == 1 else "about Ld / (4 dilation period)",
-        traffic="(3 + L/4)d",
+        traffic="(3 + L/4)d" if dilation == period == 1 else "about (3 + L/(4 dilation period))d",
         paper="Pagliardini et al. 2024, section 3",
         degenerate=(Degenerate(says="initial values (the last with weight one): PreNorm", config=config, equals=PreNormConfig()),),
     )

@@ -18,9 +18,9 @@ from torch import Tensor
 from depthroute.common.errors import RequestError
 from depthroute.ops import weighted_sum
 from depthroute.residual.method import Degenerate, Method
-from depthroute.residual.norm import normalised
 from depthroute.residual.prenorm import PreNormConfig
-from depthroute.residual.protocol import NO_TRACE, Body, Inputs, Kept, Norm, Projected, Residual, ResidualConfig, Trace
+from depthroute.residual.protocol import NO_TRACE, Body, Kept, Projected, ResidualConfig, Trace
+from depthroute.residual.stream import Beside, added
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class DepthMemory(NamedTuple):
     layers: tuple[LayerValues | None, ...]
 
 
-class DepthAttention(Residual):
+class DepthAttention(Beside):
     """Grouped queries are averaged over their group before they are compared, as the authors do."""
 
     def __init__(self, config: DepthAttentionConfig, body: Body) -> None:
@@ -74,24 +74,21 @@ class DepthAttention(Residual):
     def open(self, embedding: Tensor) -> DepthMemory:
         return DepthMemory(embedding, ())
 
-    def read(self, memory: DepthMemory, site: int, norm: Norm | None = None) -> Inputs:
-        return normalised(memory.stream, norm)
-
     def values(self, memory: DepthMemory, site: int, projected: Projected) -> tuple[Tensor, Kept]:
         query, key, value = projected
         assert value is not None
         looked_at = (memory.layers[j] for j in self.looks_at[site // 2])
         earlier = [found for found in looked_at if found is not None]
         if earlier:
-            grouped = query.reshape(len(query), key.shape[1], -1, *query.shape[2:]).mean(2)
             exact = torch.promote_types(key.dtype, torch.float32)
-            scores = [(grouped * one).sum(-1, dtype=exact) for one in (key, *(j.key for j in earlier))]
+            grouped = query.to(exact).reshape(len(query), key.shape[1], -1, *query.shape[2:]).mean(2)
+            scores = [(grouped * one).sum(-1) for one in (key, *(j.key for j in earlier))]
             weights = (torch.stack(scores) * key.shape[-1] ** -0.5).softmax(0)
             value = weighted_sum((value, *(j.value.to(value.dtype) for j in earlier)), weights)
         return value, LayerValues(key, value)
 
     def write(self, memory: DepthMemory, site: int, output: Tensor, trace: Trace = NO_TRACE) -> DepthMemory:
-        stream = memory.stream + output.to(memory.stream.dtype)
+        stream = added(memory.stream, output)
         if site % 2 == 1:
             return memory._replace(stream=stream)
         if trace.kept is None:

@@ -15,15 +15,16 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from depthroute.common.errors import RequestError
 from depthroute.ops import weighted_sum
-from depthroute.residual.bank import Bank, BankConfig, SourceBank
+from depthroute.residual.bank import Bank, BankConfig, SourceBank, with_blocks_of
 from depthroute.residual.method import Degenerate, Method
 from depthroute.residual.norm import normalised
 from depthroute.residual.prenorm import PreNormConfig
 from depthroute.residual.protocol import Body, Inputs, Norm
-from depthroute.residual.stream import exact_linear, rms
+from depthroute.residual.stream import rms
 
 INITIAL_STD = 0.02
 
@@ -76,9 +77,11 @@ class QueryMap(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Queries [..., R] from normalised rows [..., D]."""
         if self.weight is not None:
-            return exact_linear(x, self.weight.T)
-        assert self.down is not None and self.up is not None
-        return exact_linear(exact_linear(x, self.down.T), self.up.T)
+            query = F.linear(x, self.weight)
+        else:
+            assert self.down is not None and self.up is not None
+            query = F.linear(F.linear(x, self.down), self.up)
+        return query.to(x.dtype)  # the product may be bfloat16 under autocast; what is done with it is not
 
 
 class Prepared(NamedTuple):
@@ -134,7 +137,8 @@ class DynamicQuery(SourceBank):
             return ()
         newest = rms(bank.closed[-1], self.config.eps)
         queries = torch.stack([self.sites[str(site)](newest) for site in sites], dim=-2)  # [..., M, R]
-        scores = torch.stack([(queries @ self._key_of(source)[..., None]).squeeze(-1) for source in bank.closed])  # [S, ..., M]
+        with torch.autocast(newest.device.type, enabled=False):
+            scores = torch.stack([(queries @ self._key_of(source)[..., None]).squeeze(-1) for source in bank.closed])  # [S, ..., M]
         return tuple(Prepared(queries[..., m, :], scores[..., m]) for m in range(len(sites)))
 
     def _scores(self, query: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
@@ -149,13 +153,13 @@ def _row(name: str, label: str, config: DynamicQueryConfig, equation: str, paper
     return Method(
         name=name,
         label=label,
-        configure=lambda base: config,
+        configure=lambda base: with_blocks_of(base, config),
         size="block",
         equation=equation,
         reads="the embedding and every output" if not config.has_blocks else "the embedding, block sums and the open partial sum",
         dynamic=True,
         parameters="2Ld^2, or 4Lkd with query_rank = k",
-        state="(2L+1)d" if not config.has_blocks else "(N+2)d",
+        state="(2L+1)d" if not config.has_blocks else "(N+1)d, and up to Sd of queries",
         cost="d^2 + 2Kd",
         traffic="2(K + 1)d",
         paper=paper,

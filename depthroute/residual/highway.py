@@ -58,10 +58,12 @@ class Gate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.shape == "full":
-            return torch.sigmoid(F.linear(x, self.weight, self.bias))
-        if self.shape == "diagonal":
-            return torch.sigmoid(x * self.weight + self.bias)
-        return torch.sigmoid((x * self.weight).sum(-1, keepdim=True) + self.bias)
+            product = F.linear(x, self.weight).to(self.bias.dtype)
+        elif self.shape == "diagonal":
+            product = x * self.weight
+        else:
+            product = (x * self.weight).sum(-1, keepdim=True)
+        return torch.sigmoid(product + self.bias)  # in the parameters' dtype: a gate in bfloat16 would lose the stream a little everywhere
 
 
 class Highway(Stream):
@@ -75,12 +77,9 @@ class Highway(Stream):
 
     def write(self, memory: Tensor, site: int, output: Tensor, trace: Trace = NO_TRACE) -> Tensor:
         inputs = read_inputs(trace, "highway")
-        gate: Tensor = self.gates[str(site)](inputs).to(memory.dtype)
-        output = output.to(memory.dtype)
-        if not self.carries:
-            return torch.lerp(memory, output, gate.expand_as(output))
-        carry: Tensor = self.carries[str(site)](inputs).to(memory.dtype)
-        return carry * memory + gate * output
+        gate: Tensor = self.gates[str(site)](inputs)
+        carry: Tensor = self.carries[str(site)](inputs) if self.carries else 1 - gate
+        return torch.addcmul(carry * memory, gate, output.to(gate.dtype)).to(memory.dtype)
 
 
 def _open(residual: Residual) -> None:

@@ -43,6 +43,8 @@ class HyperConnectionsConfig(ResidualConfig):
     scale_outputs: bool = False
 
     def __post_init__(self) -> None:
+        if not self.dynamic and (self.norm_gain or not self.tanh):
+            raise RequestError("residual.tanh and residual.norm_gain belong to the dynamic part; leave them out without it.")
         if self.streams < 1:
             raise RequestError(f"residual.streams = {self.streams} is not allowed; it takes 1 or more.")
 
@@ -57,6 +59,7 @@ class Coefficients(nn.Module):
     """A_m, A_r and B of a site as one [..., n, n + 2]: what a stream gives to the read, to each stream, and gets of the output."""
 
     no_decay = frozenset({"read", "mix", "write"})
+    decayed = frozenset({"dynamic_read", "dynamic_write"})  # columns of the authors' map, whose middle is the matrix
 
     def __init__(self, config: HyperConnectionsConfig, width: int, site: int) -> None:
         super().__init__()

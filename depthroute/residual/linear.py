@@ -70,7 +70,7 @@ class LinearDepth(Residual):
         self.sites = nn.ModuleDict({str(site): Route(config.rank) for site in range(1, body.sublayers + 1)})
 
     def open(self, embedding: Tensor) -> Tensor:
-        return self._features(embedding)[..., None].to(embedding.dtype) * embedding[..., None, :]
+        return (self._features(embedding)[..., None] * embedding[..., None, :]).to(embedding.dtype)
 
     def read(self, memory: Tensor, site: int, norm: Norm | None = None) -> Inputs:
         if site == 0:
@@ -81,7 +81,8 @@ class LinearDepth(Residual):
 
     def write(self, memory: Tensor, site: int, output: Tensor, trace: Trace = NO_TRACE) -> Tensor:
         output = output.to(memory.dtype)
-        return torch.addcmul(memory, self._features(output)[..., None].to(memory.dtype), output[..., None, :])
+        features = self._features(output)
+        return torch.addcmul(memory.to(features.dtype), features[..., None], output[..., None, :]).to(memory.dtype)
 
     def _features(self, source: Tensor) -> Tensor:
         """(1, k), [..., r + 1]."""

@@ -136,7 +136,8 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float, numerics: Numerics) ->
     """
     x = logits.movedim((-2, -1), (0, 1)).contiguous()
     if numerics == "paper":
-        x = torch.exp(x - x.amax((0, 1)))  # a common factor, which the first division removes
+        # The largest is a common factor, which the first division removes. What is 1e-26 of it is kept there: a column of zeros has no sum.
+        x = torch.exp((x - x.amax((0, 1))).clamp_min(-60.0))
         for _ in range(iterations):
             x = x / x.sum(0, keepdim=True)
             x = x / x.sum(1, keepdim=True)
@@ -156,7 +157,8 @@ def _static(residual: Residual) -> None:
         parameters.scale.zero_()  # type: ignore[operator]
         bias = parameters.bias
         assert isinstance(bias, Tensor)
-        bias[2 * residual.config.streams :].uniform_(-2, 2)
+        logits = bias[2 * residual.config.streams :]
+        logits.copy_(2 * torch.sin(torch.arange(1, len(logits) + 1, dtype=bias.dtype)))
     if residual.head is not None:
         residual.head.scale.zero_()
 
@@ -183,7 +185,7 @@ def _row(name: str, label: str, config: MHCConfig, equation: str) -> Method:
 METHODS = (
     _row(
         "mhc", "mHC", MHCConfig(),
-        "h = p H; H = S H + 2 s(w) f(N h); p, w sigmoids and S Sinkhorn of a r(vec H) W + b",
+        "h = p H; H = S H + 2 w f(N h); p and w sigmoids, S Sinkhorn, each of a r(vec H) W + b",
     ),
     _row(
         "mhc-released", "mHC, released numerics", MHCConfig(numerics="released"),

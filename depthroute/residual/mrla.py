@@ -20,10 +20,9 @@ from torch.nn import functional as F
 from depthroute.common.errors import RequestError
 from depthroute.ops import weighted_sum
 from depthroute.residual.method import Degenerate, Method
-from depthroute.residual.norm import normalised
 from depthroute.residual.prenorm import PreNormConfig
-from depthroute.residual.protocol import NO_TRACE, Body, Inputs, Norm, Residual, ResidualConfig, Trace
-from depthroute.residual.stream import rms
+from depthroute.residual.protocol import NO_TRACE, Body, Residual, ResidualConfig, Trace
+from depthroute.residual.stream import Beside, added, rms
 
 EPS = 1e-6
 
@@ -85,7 +84,7 @@ class Stage(NamedTuple):
     output: Tensor | None
 
 
-class MRLA(Residual):
+class MRLA(Beside):
     """Attention is added once a layer, when its MLP has written."""
 
     def __init__(self, config: MRLAConfig, body: Body) -> None:
@@ -103,11 +102,8 @@ class MRLA(Residual):
     def open(self, embedding: Tensor) -> Stage:
         return Stage(embedding, (), (), None)
 
-    def read(self, memory: Stage, site: int, norm: Norm | None = None) -> Inputs:
-        return normalised(memory.stream, norm)
-
     def write(self, memory: Stage, site: int, output: Tensor, trace: Trace = NO_TRACE) -> Stage:
-        stream = memory.stream + output.to(memory.stream.dtype)
+        stream = added(memory.stream, output)
         if site % 2 == 0:
             return memory._replace(stream=stream)
         layer = site // 2
@@ -145,9 +141,9 @@ class MRLA(Residual):
 
 def convolved(y: Tensor, taps: Tensor) -> Tensor:
     """One kernel slid over the channels of y [..., D], zero beyond the first and the last."""
-    with torch.autocast(y.device.type, enabled=False):
-        rows = F.conv1d(y.reshape(-1, 1, y.shape[-1]), taps.to(y.dtype)[None, None], padding=len(taps) // 2)
-    return rows.view(y.shape)
+    reach, width = len(taps) // 2, y.shape[-1]
+    padded = F.pad(y, (reach, reach))
+    return weighted_sum([padded[..., tap : tap + width] for tap in range(len(taps))], taps)
 
 
 def _silent(residual: Residual) -> None:

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from depthroute.common.errors import RequestError
 from depthroute.ops import weighted_sum
 from depthroute.residual.method import Degenerate, Method
 from depthroute.residual.norm import normalised
 from depthroute.residual.prenorm import PreNormConfig
 from depthroute.residual.protocol import NO_TRACE, Body, Inputs, Norm, Residual, ResidualConfig, RoleInputs, Trace
-from depthroute.residual.stream import Filled, exact_linear, rms
+from depthroute.residual.stream import Filled, added, exact_linear, rms
 
 EPS = 1e-6
 WAYS = 4
@@ -43,6 +44,8 @@ class MUDDFormerConfig(ResidualConfig):
     separate_norms: bool = False
 
     def module(self, body: Body) -> MUDDFormer:
+        if self.separate_norms and body.norms not in ("pre", "sandwich"):
+            raise RequestError(f"residual.separate_norms needs norms before attention; model.norms = {body.norms!r} has none there.")
         return MUDDFormer(self, body)
 
 
@@ -71,7 +74,8 @@ class Connection(nn.Module):
             parameter[:, -1] = 1.0
 
     def forward(self, newest: Tensor) -> Tensor:
-        dynamic = exact_linear(F.gelu(exact_linear(rms(newest, EPS), self.hidden)), self.output)
+        hidden = F.gelu(F.linear(rms(newest, EPS), self.hidden.T))  # the large product, in the dtype of the body's
+        dynamic = exact_linear(hidden.to(self.bias.dtype), self.output)
         return dynamic.view(*newest.shape[:-1], self.ways, self.sources) + self.bias
 
 
@@ -105,14 +109,17 @@ class MUDDFormer(Residual):
         if memory.roles is None:
             return normalised(memory.stream, norm)
         key = str(site // 2)
-        if key not in self.key_gains or norm is None:
+        if key not in self.key_gains:
             return normalised(memory.roles, norm)
+        if norm is None:
+            raise RequestError("muddformer with separate norms needs read(memory, site, norm) with the norm of the query's input.")
+        eps = getattr(norm, "eps", None) or EPS
         return RoleInputs(
-            norm(memory.roles.query), rms(memory.roles.key, EPS) * self.key_gains[key], rms(memory.roles.value, EPS) * self.value_gains[key]
+            norm(memory.roles.query), rms(memory.roles.key, eps) * self.key_gains[key], rms(memory.roles.value, eps) * self.value_gains[key]
         )
 
     def write(self, memory: Ways, site: int, output: Tensor, trace: Trace = NO_TRACE) -> Ways:
-        stream = memory.stream + output.to(memory.stream.dtype)
+        stream = added(memory.stream, output)
         if site % 2 == 0:
             return Ways(stream, None, memory.outputs)
         layer = site // 2
@@ -140,9 +147,9 @@ def _row(name: str, label: str, config: MUDDFormerConfig, equation: str, paramet
         reads="the outputs of all earlier layers, apart for q, k, v and the stream",
         dynamic=True,
         parameters=parameters,
-        state="(L+5)d",
-        cost="about (2dK + 4Kd)/4, K = 4i",
-        traffic="(3 + 2 + L/4)d",
+        state="(L+4)d",
+        cost="(dm + 4lm + 4ld)/2 for l sources and m hidden units, 4l or the next multiple of 64",
+        traffic="(5 + L)d",
         paper="Xiao et al. 2025, section 2",
         degenerate=(Degenerate(says="initial values: PreNorm", config=config, equals=PreNormConfig()),),
     )

@@ -31,4 +31,5 @@ def fusible(norm: Norm | None, width: int) -> nn.RMSNorm | None:
     if not isinstance(norm, nn.RMSNorm) or type(norm) not in (nn.RMSNorm, RMSNorm):
         return None
     plain = norm.weight is not None and norm.eps is not None and tuple(norm.normalized_shape) == (width,)
-    return norm if plain and not (norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks) else None
+    hooks = (norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
+    return norm if plain and not any(hooks) else None

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from depthroute.residual.method import Degenerate, Method
+from depthroute.residual.method import Method
 from depthroute.residual.protocol import NO_TRACE, Body, ResidualConfig, Trace
-from depthroute.residual.stream import Stream
+from depthroute.residual.stream import Stream, added
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class PreNorm(Stream):
     """The memory is the stream itself, one tensor [..., D]."""
 
     def write(self, memory: Tensor, site: int, output: Tensor, trace: Trace = NO_TRACE) -> Tensor:
-        return memory + output.to(memory.dtype)
+        return added(memory, output)
 
 
 METHODS = (
@@ -42,6 +42,5 @@ METHODS = (
         cost="0",
         traffic="3d",
         paper="Xiong et al. 2020",
-        degenerate=(Degenerate(says="is the plain stream", config=PreNormConfig(), equals=PreNormConfig()),),
     ),
 )

@@ -29,7 +29,7 @@ from depthroute.residual import (
     values,
 )  # fmt: skip
 from depthroute.residual.attnres import AttnResConfig
-from depthroute.residual.bank import BLOCK_FIELDS, BankConfig
+from depthroute.residual.bank import BLOCK_FIELDS, BankConfig, without_blocks
 from depthroute.residual.method import Method
 from depthroute.residual.protocol import METHODS, ResidualConfig
 
@@ -110,7 +110,9 @@ def parse_residual(text: str, base: AttnResConfig | None = None) -> ResidualConf
         field, equals, value = setting.partition("=")
         if not equals:
             raise RequestError(f"residual method {text}: {setting!r} is not FIELD=VALUE.")
-        if field in changes or (colon and (field == method.size or (method.size == "block" and field in BLOCK_FIELDS))):
+        if colon and method.size == "block" and field in BLOCK_FIELDS:
+            raise RequestError(f"residual method {text}: the blocks are given twice, as {name}:{size} and as {field}; give them once.")
+        if field in changes or (colon and field == method.size):
             raise RequestError(f"residual method {text}: {field} is given twice; give it once.")
         changes[field] = value
     if colon:
@@ -121,14 +123,14 @@ def parse_residual(text: str, base: AttnResConfig | None = None) -> ResidualConf
             raise RequestError(f"residual method {text}: the size {size!r} is not {what}.")
         changes[method.size] = int(size)
     if BLOCK_FIELDS & changes.keys():
-        base = attnres_methods.without_blocks(base)
+        base = without_blocks(base)
     if name == "low-rank" and base.rank is None and "rank" not in changes:
         raise RequestError(f"residual method {text}: low-rank keys need a rank: {text},rank=64.")
     config = method.configure(base)
     if isinstance(config, BankConfig) and BLOCK_FIELDS & changes.keys():
         if method.size is None:
             raise RequestError(f"residual method {text}: {name!r} has no blocks{_instead(name, '8')}.")
-        config = attnres_methods.without_blocks(config)
+        config = without_blocks(config)
     if name == "block" and isinstance(config, AttnResConfig) and not (BLOCK_FIELDS & changes.keys() or config.has_blocks):
         raise RequestError("residual method block needs a size: block:8 (sub-layers), block,layers_per_block=4 or block,num_blocks=8.")
     return override(config, changes)
@@ -136,4 +138,5 @@ def parse_residual(text: str, base: AttnResConfig | None = None) -> ResidualConf
 
 def _instead(name: str, size: str) -> str:
     """The method of that kind that has blocks."""
-    return f"; write 'block:{size}' for blocks" if name in ("prenorm", "full") else ""
+    other = {"prenorm": "block", "full": "block", "delta": "delta-block"}.get(name)
+    return f"; write '{other}:{size}' for blocks" if other else ""

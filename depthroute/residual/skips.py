@@ -13,10 +13,9 @@ from torch import Tensor
 from depthroute.common.errors import RequestError
 from depthroute.ops import weighted_sum
 from depthroute.residual.method import Degenerate, Method
-from depthroute.residual.norm import normalised
 from depthroute.residual.prenorm import PreNormConfig
-from depthroute.residual.protocol import NO_TRACE, Body, Inputs, Norm, Residual, ResidualConfig, Trace
-from depthroute.residual.stream import rms, scalars
+from depthroute.residual.protocol import NO_TRACE, Body, Residual, ResidualConfig, Trace
+from depthroute.residual.stream import Beside, added, rms, scalars
 
 EPS = 1e-6
 
@@ -38,6 +37,8 @@ class SkipsConfig(ResidualConfig):
     def __post_init__(self) -> None:
         if not (self.embedding or self.unet):
             raise RequestError("skips needs residual.embedding = true or residual.unet = true.")
+        if self.unet_initial != 1.0 and not self.unet:
+            raise RequestError("residual.unet_initial is where the U-Net's weights start; it needs residual.unet = true.")
 
     def module(self, body: Body) -> Skips:
         return Skips(self, body)
@@ -51,7 +52,7 @@ class SkipMemory(NamedTuple):
     waiting: tuple[Tensor, ...]
 
 
-class Skips(Residual):
+class Skips(Beside):
     """What comes before a layer is done when the layer below has written."""
 
     def __init__(self, config: SkipsConfig, body: Body) -> None:
@@ -66,11 +67,8 @@ class Skips(Residual):
         x0 = rms(embedding, EPS).to(embedding.dtype) if self.x0 else None
         return self._enter(SkipMemory(embedding, x0, ()), 0)
 
-    def read(self, memory: SkipMemory, site: int, norm: Norm | None = None) -> Inputs:
-        return normalised(memory.stream, norm)
-
     def write(self, memory: SkipMemory, site: int, output: Tensor, trace: Trace = NO_TRACE) -> SkipMemory:
-        memory = memory._replace(stream=memory.stream + output.to(memory.stream.dtype))
+        memory = memory._replace(stream=added(memory.stream, output))
         layer = site // 2
         if site % 2 == 0:
             return memory
@@ -119,7 +117,7 @@ METHODS = (
         reads="the stream and the mirrored layer",
         dynamic=False,
         parameters="L/2",
-        state="(1 + L/2)d",
+        state="(L/2)d",
         cost="d/4",
         traffic="4d",
         paper="modded-nanogpt, 2024-11-10",

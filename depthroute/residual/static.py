@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from depthroute.common.errors import RequestError
 from depthroute.ops import weighted_sum
 from depthroute.residual.bank import Bank, BankConfig, SourceBank
 from depthroute.residual.method import Degenerate, Method
@@ -29,6 +30,11 @@ class StaticMixConfig(BankConfig):
     name: ClassVar[str] = "static"
 
     raw: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.eps != BankConfig.eps and self.summary != "rms":
+            raise RequestError("residual.eps is for residual.summary = 'rms' here; static mixing has no norms of its own.")
 
     def module(self, body: Body) -> StaticMix:
         return StaticMix(self, body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,18 @@ class Stream(Residual):
 
     def read(self, memory: Tensor, site: int, norm: Norm | None = None) -> Inputs:
         return normalised(memory, norm)
+
+
+class Beside(Residual):
+    """The memory holds more beside the stream, which is its field `stream` [..., D] and which every sub-layer reads."""
+
+    def read(self, memory: Any, site: int, norm: Norm | None = None) -> Inputs:
+        return normalised(memory.stream, norm)
+
+
+def added(stream: Tensor, output: Tensor) -> Tensor:
+    """The plain sum, in the stream's dtype."""
+    return stream + output.to(stream.dtype)
 
 
 class Filled(nn.ParameterDict):

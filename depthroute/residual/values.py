@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from depthroute.common.errors import RequestError
 from depthroute.ops import weighted_sum
 from depthroute.residual.method import Degenerate, Method
-from depthroute.residual.norm import normalised
 from depthroute.residual.prenorm import PreNormConfig
-from depthroute.residual.protocol import NO_TRACE, Adaptation, Body, Inputs, Kept, Norm, Projected, Residual, ResidualConfig, Trace
+from depthroute.residual.protocol import NO_TRACE, Adaptation, Body, Kept, Projected, ResidualConfig, Trace
+from depthroute.residual.stream import Beside, added
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,8 @@ class ValueResidualConfig(ResidualConfig):
             raise RequestError("residual.shared = true takes the first layer's values alone; leave first, own, learned and start out.")
 
     def module(self, body: Body) -> ValueResidual:
+        if self.start >= max(body.layers, 2):
+            raise RequestError(f"residual.start = {self.start} is behind the last of {body.layers} layers, so that no layer would do it.")
         return ValueResidual(self, body)
 
     def adaptation(self, body: Body) -> Adaptation:
@@ -67,7 +69,7 @@ class ValueMemory(NamedTuple):
     first: Tensor | None
 
 
-class ValueResidual(Residual):
+class ValueResidual(Beside):
     """Values are mixed before token attention. A cache holds the mixed ones, and the first layer's are needed for the present token
     only."""
 
@@ -78,9 +80,6 @@ class ValueResidual(Residual):
 
     def open(self, embedding: Tensor) -> ValueMemory:
         return ValueMemory(embedding, None)
-
-    def read(self, memory: ValueMemory, site: int, norm: Norm | None = None) -> Inputs:
-        return normalised(memory.stream, norm)
 
     def values(self, memory: ValueMemory, site: int, projected: Projected) -> tuple[Tensor, Kept]:
         own, layer = projected.value, site // 2
@@ -100,7 +99,7 @@ class ValueResidual(Residual):
         first = memory.first if trace.kept is None else trace.kept
         if first is None:
             raise RequestError("value residuals need an attention that calls values(memory, site, projected), and its Trace(kept=...).")
-        return ValueMemory(memory.stream + output.to(memory.stream.dtype), first)
+        return ValueMemory(added(memory.stream, output), first)
 
 
 def _row(name: str, label: str, config: ValueResidualConfig, degenerate: Degenerate, **facts: str) -> Method:

@@ -11,12 +11,14 @@ from depthroute.train.config import TrainConfig
 
 
 def decays(owner: nn.Module, local: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies to the parameter `local` of `owner`: to matrices, unless the module names it in `no_decay`.
+    """Whether weight decay applies to the parameter `local` of `owner`.
+
+    It does to matrices, unless the module names them in `no_decay`, and to vectors that it names in `decayed`.
 
     Route queries and key gains are never decayed: decay pulls a query to zero, which is the plain mean of the sources, so it would be
     a bias for one arm only. A residual method that keeps several queries in one matrix lists it in `no_decay`.
     """
-    return parameter.ndim >= 2 and local not in getattr(owner, "no_decay", ())
+    return local in getattr(owner, "decayed", ()) or (parameter.ndim >= 2 and local not in getattr(owner, "no_decay", ()))
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

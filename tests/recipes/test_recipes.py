@@ -115,8 +115,10 @@ def test_a_baseline_study_holds_every_method_and_a_rate_check_in_every_family(tm
         ours, theirs = study.arms[check].config, study.arms[parent].config
         assert ours.model == theirs.model and check.startswith(parent)
         assert replace(ours.train, learning_rate=theirs.train.learning_rate) == theirs.train
-    assert study.arms["low-rank"].config.model.residual == AttnResConfig(block=8, rank=24)
+    assert study.arms["low-rank"].config.model.residual == AttnResConfig(block=8, rank=24, key_gain=False)
     assert {arm.label for arm in study.arms.values()} >= {"mHC", "PostNorm", "PostNorm, half rate", "Low-Rank AttnRes"}
+    blocks = {name: study.arms[name].config.model.residual.block for name in ("block", "rd", "block-query", "delta-block", "rms-block")}
+    assert set(blocks.values()) == {8}  # those of the recipe, whatever a method's own default
     few = baseline_study(made, base, seeds=(1,), methods=("hc", "rd"))
     assert list(few.arms) == ["prenorm", "hc", "rd", "prenorm-half-rate", "prenorm-double-rate"]
     with pytest.raises(RequestError, match="unknown residual method 'hcc'; perhaps you meant 'hc'"):

@@ -43,3 +43,14 @@ def test_a_whole_model_is_one_graph(decoder: Make, tokens: Tensor, config: Resid
     largest = 1e-2 * max(gradient.abs().max().item() for gradient in plain.values())
     for name, gradient in plain.items():
         torch.testing.assert_close(compiled[name], gradient, rtol=1e-10, atol=1e-11 * max(gradient.abs().max().item(), largest), msg=name)
+
+
+@torch.no_grad()
+def test_other_batches_and_lengths_take_no_other_graph(decoder: Make, config: ResidualConfig) -> None:
+    model = decoder(config)
+    graph = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
+    for number, (batch, length) in enumerate(((2, 8), (3, 5), (4, 7))):
+        tokens = torch.randint(17, (batch, length), generator=torch.Generator().manual_seed(batch))
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+            found = graph(tokens)
+        torch.testing.assert_close(found, model(tokens), rtol=1e-11, atol=1e-11)

@@ -7,6 +7,7 @@ import torch
 
 from depthroute.model import Decoder
 from depthroute.recipes import recipe
+from depthroute.residual import SPECIFICATIONS
 
 # Specification: (added in S: 16 layers x 576, added in M: 24 layers x 832), against the body without a residual method.
 ADDED = {
@@ -36,6 +37,7 @@ ADDED = {
     "hc": (111_424, 240_864),
     "hc,norm_gain=true": (129_856, 280_800),
     "mhc": (1_779_557, 3_848_469),
+    "mhc-released": (1_779_557, 3_848_469),
     "full": (38_016, 81_536),
     "full,key_gain=false": (19_008, 40_768),
     "block": (38_016, 81_536),
@@ -45,14 +47,24 @@ ADDED = {
     "no-key-norm": (19_008, 40_768),
     "count-prior": (38_016 + 31, 81_536 + 47),  # none at the first two sites, where sources count the same
     "rd": (38_016 + 9_216, 81_536 + 19_968),
-    "low-rank,rank={quarter},key_gain=false,first_read=false": (4_608, 9_984),
+    "rd-average": (38_016 + 9_216, 81_536 + 19_968),
+    "rd-tied": (38_016, 81_536),
+    "rd-frozen-value": (38_016, 81_536),
+    "mhar-block": (38_016, 81_536),
+    "rms-block": (38_016, 81_536),
+    "low-rank,rank={quarter},first_read=false": (4_608, 9_984),
+    "low-rank,rank={quarter},first_read=false,key_gain=true": (9_216, 19_968),
     "inkling": (33 * 576 + 2 * 16 * 576, 49 * 832 + 2 * 24 * 832),
     "static": (sum(range(2, 34)), sum(range(2, 50))),
+    "static-raw": (sum(range(2, 34)), sum(range(2, 50))),
+    "block-query": (10_616_832, 33_226_752),
     "dynamic-query": (10_616_832, 33_226_752),
     "dynamic-query,query_rank=64": (32 * 2 * 64 * 576, 48 * 2 * 64 * 832),
     "linear-depth": (32 * 4, 48 * 4),
     "delta": (36_864 - 2 * 576, 79_872 - 2 * 832),  # the paper's own count holds the first site, which has nothing to read
+    "delta-block": (36_864 - 8 * 2 * 576, 79_872 - 8 * 2 * 832),  # nor have the other sites of the first block
     "value-residual": (0, 0),
+    "value-residual-constant": (0, 0),
     "value-residual-learned": (30, 46),
     "svformer": (-4_976_640, -15_921_152),
     "depth-attention": (0, 0),
@@ -61,6 +73,10 @@ BODY = {
     "rd-s": 32_768 * 576 + 16 * (4 * 576**2 + 3 * 576 * 2_880) + 33 * 576,
     "rd-m": 32_768 * 832 + 24 * (4 * 832**2 + 3 * 832 * 4_160) + 49 * 832,
 }
+
+
+def test_every_method_is_counted() -> None:
+    assert {specification.partition(",")[0] for specification in ADDED} == set(SPECIFICATIONS)
 
 
 @pytest.mark.parametrize("specification", ADDED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from depthroute.model import Decoder
-from depthroute.residual import SPECIFICATIONS, AttnResConfig, Body, PreNormConfig, ResidualConfig, parse_residual
+from depthroute.residual import SPECIFICATIONS, Body, PreNormConfig, ResidualConfig, parse_residual
 from depthroute.residual.hyper import HyperConnectionsConfig
 from depthroute.residual.layerscale import LayerScaleConfig
 from depthroute.residual.postnorm import PostNormConfig
@@ -133,7 +132,7 @@ def test_a_method_may_scale_what_its_body_starts_from(decoder: Make, config: Res
 
 
 # What is decayed of a residual method: matrices that make coefficients from a token, as their authors have it, and projected keys.
-DECAYED = {"muddformer": ("hidden", "output"), "muddformer-prepost": ("hidden", "output"), "hc": ("dynamic_mix",), "mhc": ("projection",)}
+DECAYED = {"muddformer": ("hidden", "output"), "muddformer-prepost": ("hidden", "output"), "hc": ("dynamic_read", "dynamic_mix", "dynamic_write"), "mhc": ("projection",)}
 
 
 @pytest.mark.parametrize("name", [*SPECIFICATIONS, "full,rank=8,keys=projected"])
@@ -145,10 +144,3 @@ def test_only_the_maps_that_their_authors_decay_are(decoder: Make, name: str) ->
     found = {names[id(p)].rpartition(".")[2] for p in decayed["params"] if names[id(p)].startswith("residual.")}
     expected: Any = DECAYED.get("mhc" if name.startswith("mhc") else name, ("weight",) if "projected" in name else ())
     assert found == set(expected)
-
-
-def test_a_query_never_decays_whatever_its_shape() -> None:
-    residual = AttnResConfig(heads=2).build(BODY)
-    decayed = [group for group in parameter_groups(residual, 0.1) if group["weight_decay"]]
-    assert decayed == []
-    assert math.prod(residual.sites["1"].query.shape) == 64

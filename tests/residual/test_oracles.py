@@ -202,7 +202,7 @@ def test_normed_scaled_attention_residuals_are_inklings(
     """Its sliding layers have one query, its full layers one per role; its first read is the embedding as it is, not normalised."""
     inkling = modelling("inkling2")
     # Keys are the values, which are divided by their RMS already.
-    config = AttnResConfig(layers_per_block=layers_per_block, values="normed", scaled=True, key_norm="none", roles=roles)
+    config = AttnResConfig(layers_per_block=layers_per_block, values="normed", scaled=True, key_norm="none", key_gain=False, roles=roles)
     method = scattered(config)
     expected: list[Tensor] = []
 

@@ -13,9 +13,12 @@ from torch import Tensor
 
 from depthroute.common.errors import RequestError
 from depthroute.model import Decoder
-from depthroute.residual import METHODS, AttnResConfig, Body, PreNormConfig, ResidualConfig, RoleInputs
+from depthroute.residual import METHODS, AttnResConfig, Body, PreNormConfig, Projected, ResidualConfig, RoleInputs, Trace
 from depthroute.residual.bank import BankConfig
 from depthroute.residual.delta import DeltaConfig
+from depthroute.residual.dynamic import DynamicQueryConfig
+from depthroute.residual.hyper import HyperConnectionsConfig
+from depthroute.residual.mhc import MHCConfig
 from depthroute.residual.static import StaticMixConfig
 
 Make = Callable[..., Decoder]
@@ -126,14 +129,73 @@ def test_a_frozen_value_route_is_uniform(decoder: Make, watch: Watch, tokens: Te
         assert weights["query_key"].std() > 0.05
 
 
-def test_bf16_autocast_is_close_to_float32(decoder: Make, tokens: Tensor, config: ResidualConfig) -> None:
-    model = decoder(config, dtype=torch.float32)
+@pytest.mark.parametrize("memory_dtype", ["parameter", "compute"])
+def test_bf16_autocast_is_close_to_float32(decoder: Make, tokens: Tensor, config: ResidualConfig, memory_dtype: str) -> None:
+    model = decoder(config, dtype=torch.float32, memory_dtype=memory_dtype)
+    if isinstance(config, DynamicQueryConfig):  # a random matrix makes queries of norm 12, which would route by what bfloat16 rounds off
+        for parameter in model.residual.parameters():
+            parameter.data *= 0.1
     expected = model(tokens[:, :-1])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = model(tokens[:, :-1])
         model.loss(tokens[:, :-1], tokens[:, 1:]).objective.backward()
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
     assert ((found - expected).norm() / expected.norm()).item() < 8e-2  # queries of norm 3.5 route sharply
+
+
+def test_scores_and_coefficients_are_float32_whatever_the_memory_is(decoder: Make, watch: Watch, tokens: Tensor) -> None:
+    for config in (DynamicQueryConfig(block=2, query_from="block"), HyperConnectionsConfig(), MHCConfig()):
+        model = decoder(config, dtype=torch.float32, memory_dtype="compute")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            seen = watch(model, tokens[:, :-1])
+        for site, memory in list(seen.items())[1:6]:
+            if isinstance(config, DynamicQueryConfig):
+                for prepared in memory.ahead:
+                    assert prepared.query.dtype == prepared.scores.dtype == torch.float32
+                assert model.residual._weights(memory, site).dtype == torch.float32
+                assert memory.closed[0].dtype == torch.bfloat16
+            else:
+                assert memory.coefficients.dtype == torch.float32 and memory.streams.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("leading", [(), (1,), (5,), (2, 1), (2, 3, 4)], ids=str)
+def test_leading_dimensions_are_as_many_as_there_are(config: ResidualConfig, leading: tuple[int, ...]) -> None:
+    """A token alone, tokens without a batch, or more dimensions: the rows are those of a flat batch, one by one."""
+    residual = config.build(Body(width=12, layers=3, attention_activation=12, mlp_activation=20)).double()
+    scatter_all(residual)
+    generator = torch.Generator().manual_seed(0)
+    embedding, *outputs = torch.randn(7, *leading, 12, dtype=torch.float64, generator=generator)
+    activations = [torch.randn(*leading, 12 if site % 2 == 0 else 20, dtype=torch.float64, generator=generator) for site in range(6)]
+
+    def run(flat: bool) -> list[Tensor]:
+        def shaped(x: Tensor) -> Tensor:
+            return x.reshape(-1, x.shape[-1]) if flat else x
+
+        memory, reads = residual.open(shaped(embedding)), []
+        for site, (output, activation) in enumerate(zip(outputs, activations, strict=True)):
+            inputs = residual.read(memory, site, double)
+            reads += [inputs] if isinstance(inputs, Tensor) else list(inputs)
+            kept = None
+            if site % 2 == 0:  # one token, one head of every row: what an attention projects
+                by_head = Projected(*(shaped(x).reshape(1, 1, -1, 12) for x in (output, activation, output - activation)))
+                _, kept = residual.values(memory, site, by_head)
+            memory = residual.write(memory, site, shaped(output), Trace(inputs, shaped(activation), kept))
+        return [read.reshape(-1, 12) for read in (*reads, residual.close(memory, double))]
+
+    for found, expected in zip(run(False), run(True), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def double(x: Tensor) -> Tensor:
+    """A norm of sorts."""
+    return 2 * x
+
+
+def scatter_all(residual: torch.nn.Module) -> None:
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in residual.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, dtype=torch.float64, generator=generator))
 
 
 def test_weights_survive_a_file(decoder: Make, tokens: Tensor, config: ResidualConfig, tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from depthroute.common.errors import RequestError
-from depthroute.residual import Body, Method, PreNormConfig, Trace, parse_residual, register
+from depthroute.model import ModelConfig
+from depthroute.residual import Adaptation, Body, Method, PreNormConfig, Trace, parse_residual, register
 from depthroute.residual.protocol import METHODS
 from depthroute.residual.registry import SPECIFICATIONS
 
@@ -26,6 +29,10 @@ BODY = Body(width=12, layers=3, attention_activation=12, mlp_activation=20)
         ("denseformer,period=0", "residual.period = 0 is not allowed"),
         ("mrla-base,head_width=0", "residual.head_width = 0 is not allowed"),
         ("mrla-base,stage=1", "residual.stage = 1 is not allowed; it takes 2 layers or more"),
+        ("hc-static,norm_gain=true", "residual.tanh and residual.norm_gain belong to the dynamic part"),
+        ("hc-static,tanh=false", "residual.tanh and residual.norm_gain belong to the dynamic part"),
+        ("x0,unet_initial=0.5", "it needs residual.unet = true"),
+        ("static,eps=1e-3", "residual.eps is for residual.summary = 'rms' here"),
         ("hc:0", "residual.streams = 0 is not allowed"),
         ("mhc:0", "residual.streams = 0 is not allowed"),
         ("mhc,iterations=0", "residual.iterations = 0 is not allowed"),
@@ -50,6 +57,7 @@ def test_a_wrong_setting(specification: str, match: str) -> None:
 @pytest.mark.parametrize(
     ("specification", "match"),
     [
+        ("value-residual,start=3", "residual.start = 3 is behind the last of 3 layers"),
         ("laurel-lr,rank=13", "residual.rank = 13 is larger than the width 12"),
         ("denseformer-4x5", "residual.period = 5 is more than the 3 layers"),
         ("mrla-base,head_width=5", "residual.head_width = 5 does not divide the width 12"),
@@ -85,6 +93,35 @@ def test_postnorm_needs_the_norm_in_the_read() -> None:
     residual = parse_residual("postnorm").build(BODY)
     with pytest.raises(RequestError, match="with the norm, which lies on its trunk"):
         residual.read(residual.open(torch.randn(2, 12)), 0)
+
+
+@pytest.mark.parametrize("norms", ["post", "hybrid"])
+def test_separate_norms_need_norms_before_attention(norms: str) -> None:
+    with pytest.raises(RequestError, match=rf"model\.norms = '{norms}' has none there"):
+        parse_residual("muddformer,separate_norms=true").check(replace(BODY, norms=norms))
+    residual = parse_residual("muddformer,separate_norms=true").build(BODY)
+    memory = residual.open(torch.randn(2, 12))
+    for site in (0, 1):
+        memory = residual.write(memory, site, torch.randn(2, 12))
+    with pytest.raises(RequestError, match="with separate norms needs read"):
+        residual.read(memory, 2)
+
+
+def test_a_site_without_parameters_is_an_error() -> None:
+    """A part of the module that was left out is not a first read."""
+    residual = parse_residual("full").build(BODY)
+    del residual.sites["3"]
+    with pytest.raises(RequestError, match="no parameters for site 3; it has those of 1, 2, 4, 5, 6"):
+        residual.read(residual.open(torch.randn(2, 12)), 3)
+
+
+def test_a_body_knows_the_matrices_that_a_method_scales() -> None:
+    class Misspelt(PreNormConfig):
+        def adaptation(self, body: Body) -> Adaptation:
+            return Adaptation(initial_scale={"quary": 2.0})
+
+    with pytest.raises(RequestError, match="unknown projection 'quary'; perhaps you meant 'query'"):
+        ModelConfig(vocabulary=5, width=4, layers=1, heads=1, mlp_width=4, context=4, residual=Misspelt())
 
 
 def test_a_name_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,10 +28,12 @@ BASE = AttnResConfig(layers_per_block=4, rank=32, key_norm="full", key_gain=Fals
         ("rd-tied:2", AttnResConfig(block=2, roles="tied")),
         ("rd-average", AttnResConfig(roles="average")),
         ("rd-frozen-value,key_gain=false", AttnResConfig(roles="frozen_value", key_gain=False)),
-        ("low-rank:8,rank=16,key_norm=full", AttnResConfig(block=8, rank=16, key_norm="full")),
-        ("low-rank,rank=16,keys=projected", AttnResConfig(rank=16, keys="projected")),
+        ("low-rank:8,rank=16,key_norm=full", AttnResConfig(block=8, rank=16, key_norm="full", key_gain=False)),
+        ("low-rank,rank=16,keys=projected,key_gain=true", AttnResConfig(rank=16, keys="projected")),
         ("block,ends=[2,6,16],heads=4", AttnResConfig(ends=(2, 6, 16), heads=4)),
         ("mhar", AttnResConfig(heads=8)),
+        ("mhar:4,block=2", AttnResConfig(heads=4, block=2)),
+        ("window:4", AttnResConfig(window=4)),
         ("mhar-block:4", AttnResConfig(heads=8, block=4)),
         ("hc:2,dynamic=false", HyperConnectionsConfig(streams=2, dynamic=False)),
         ("delta-block:6", DeltaConfig(block=6)),
@@ -76,6 +78,7 @@ def test_a_base_gives_blocks_and_norms_and_its_rank_to_low_rank_alone(text: str,
         ("hc:two", "the size 'two' is not a whole number, its streams"),
         ("hc:2,streams=4", "streams is given twice"),
         ("rezero:2", "'rezero' takes no size"),
+        ("delta,block=4", "'delta' has no blocks; write 'delta-block:8' for blocks"),
         ("full,num_blocks=2", "'full' has no blocks; write 'block:8' for blocks"),
         ("low-rank", "low-rank keys need a rank: low-rank,rank=64"),
         ("low-rank:8,rank=0", "residual.rank = 0 is not allowed"),
@@ -87,6 +90,9 @@ def test_mistakes_are_explained(text: str, match: str) -> None:
 
 
 def test_a_field_given_twice_is_refused() -> None:
-    for text, field in (("block:4,block=2", "block"), ("rd:4,rank=8,rank=16", "rank"), ("block:4,num_blocks=2", "num_blocks")):
+    for text, field in (("block:4,block=2", "block"), ("block:4,num_blocks=2", "num_blocks")):
+        with pytest.raises(RequestError, match=f"the blocks are given twice, as block:4 and as {field}"):
+            parse_residual(text)
+    for text, field in (("rd:4,rank=8,rank=16", "rank"), ("hc:4,streams=2", "streams"), ("block,block=2,block=4", "block")):
         with pytest.raises(RequestError, match=f"{field} is given twice"):
             parse_residual(text)
