@@ -8,6 +8,7 @@ Shapes: n streams, ... leading dimensions, D width.
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -110,30 +111,56 @@ class Streams(NamedTuple):
     coefficients: Tensor | None
 
 
-class HyperConnections(Residual):
-    """Coefficients of a site are computed once, when the sub-layer before it has written."""
+class SeveralStreams(Residual):
+    """n copies of the embedding that sub-layers read, mix and write. Coefficients of a site are computed once, when the one before has written."""
 
-    def __init__(self, config: HyperConnectionsConfig, body: Body) -> None:
+    def __init__(self, streams: int, body: Body) -> None:
         super().__init__(body)
-        self.streams = config.streams
-        self.sites = nn.ModuleDict({str(site): Coefficients(config, body.width, site) for site in range(body.sublayers)})
+        self.streams = streams
+
+    @abc.abstractmethod
+    def coefficients(self, streams: Tensor, site: int) -> Tensor | None:
+        """[..., n, n + 2] before a sub-layer: what each stream gives to the read, to each stream, and gets of the output.
+
+        Before the head [..., n, 1], or None for `plain`.
+        """
+
+    @abc.abstractmethod
+    def plain(self, streams: Tensor) -> Tensor:
+        """The read-out [..., D] without coefficients."""
 
     def open(self, embedding: Tensor) -> Streams:
         return self._before(embedding[..., None, :].expand(*embedding.shape[:-1], self.streams, -1), 0)
 
     def read(self, memory: Streams, site: int, norm: Norm | None = None) -> Inputs:
         if memory.coefficients is None:
-            return normalised(memory.streams.sum(-2), norm)
+            return normalised(self.plain(memory.streams), norm)
         return normalised(of_streams(memory.coefficients[..., 0], memory.streams), norm)
 
     def write(self, memory: Streams, site: int, output: Tensor, trace: Trace = NO_TRACE) -> Streams:
         assert memory.coefficients is not None
-        mix, share = memory.coefficients[..., 1:-1], memory.coefficients[..., -1]
-        return self._before(written(memory.streams, mix.transpose(-1, -2), share, output), site + 1)
+        mix, share = memory.coefficients[..., 1:-1].transpose(-1, -2), memory.coefficients[..., -1]
+        with torch.autocast(output.device.type, enabled=False):
+            kept = mix @ memory.streams.to(mix.dtype)
+            streams = torch.addcmul(kept, share[..., None], output.to(mix.dtype)[..., None, :])
+        return self._before(streams.to(memory.streams.dtype), site + 1)
 
     def _before(self, streams: Tensor, site: int) -> Streams:
-        coefficients = self.sites[str(site)](streams) if site < self.body.sublayers else None
-        return Streams(streams, coefficients)
+        return Streams(streams, self.coefficients(streams, site))
+
+
+class HyperConnections(SeveralStreams):
+    """The output is the sum of the streams."""
+
+    def __init__(self, config: HyperConnectionsConfig, body: Body) -> None:
+        super().__init__(config.streams, body)
+        self.sites = nn.ModuleDict({str(site): Coefficients(config, body.width, site) for site in range(body.sublayers)})
+
+    def coefficients(self, streams: Tensor, site: int) -> Tensor | None:
+        return self.sites[str(site)](streams) if site < self.body.sublayers else None
+
+    def plain(self, streams: Tensor) -> Tensor:
+        return streams.sum(-2)
 
 
 def normalised_linear(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -146,13 +173,6 @@ def of_streams(weights: Tensor, streams: Tensor) -> Tensor:
     """sum_n weights[..., n] streams[..., n, :], [..., D] in the streams' dtype."""
     with torch.autocast(streams.device.type, enabled=False):
         return (weights[..., None, :] @ streams.to(weights.dtype)).squeeze(-2).to(streams.dtype)
-
-
-def written(streams: Tensor, mix: Tensor, share: Tensor, output: Tensor) -> Tensor:
-    """mix [..., n, n] @ streams [..., n, D] + share [..., n] output [..., D], in the streams' dtype."""
-    with torch.autocast(streams.device.type, enabled=False):
-        kept = mix @ streams.to(mix.dtype)
-        return torch.addcmul(kept, share[..., None], output.to(mix.dtype)[..., None, :]).to(streams.dtype)
 
 
 def _row(name: str, label: str, config: HyperConnectionsConfig, equation: str, **facts: str) -> Method:

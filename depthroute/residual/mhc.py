@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from depthroute.common.errors import RequestError
-from depthroute.residual.hyper import Streams, normalised_linear, of_streams, written
+from depthroute.residual.hyper import SeveralStreams, normalised_linear
 from depthroute.residual.method import Degenerate, Method
-from depthroute.residual.norm import normalised
 from depthroute.residual.prenorm import PreNormConfig
-from depthroute.residual.protocol import NO_TRACE, Body, Inputs, Norm, Residual, ResidualConfig, Trace
+from depthroute.residual.protocol import Body, Residual, ResidualConfig
 
 INITIAL_SCALE = 0.01
 INITIAL_STD = 0.02
@@ -90,43 +89,31 @@ class Map(nn.Module):
         return torch.addcmul(self.bias.to(found.dtype), found, scales.to(found.dtype))
 
 
-class ManifoldConnections(Residual):
-    """Memory: the streams, and for the next site [..., n, n + 2]: read weights, mixing matrix and write weights."""
+class ManifoldConnections(SeveralStreams):
+    """The output is a gated sum of the streams, or their mean."""
 
     def __init__(self, config: MHCConfig, body: Body) -> None:
-        super().__init__(body)
+        super().__init__(config.streams, body)
         n = config.streams
         self.config = config
-        groups = (n, n, n * n)
         self.sites = nn.ModuleDict(
-            {str(site): Map(n * body.width, groups, config.eps, config.diagonal) for site in range(body.sublayers)}
+            {str(site): Map(n * body.width, (n, n, n * n), config.eps, config.diagonal) for site in range(body.sublayers)}
         )
         self.head = Map(n * body.width, (n,), config.eps) if config.head == "hyper" else None
 
-    def open(self, embedding: Tensor) -> Streams:
-        return self._before(embedding[..., None, :].expand(*embedding.shape[:-1], self.config.streams, -1), 0)
-
-    def read(self, memory: Streams, site: int, norm: Norm | None = None) -> Inputs:
-        if memory.coefficients is None:
-            return normalised(memory.streams.mean(-2), norm)
-        return normalised(of_streams(memory.coefficients[..., 0], memory.streams), norm)
-
-    def write(self, memory: Streams, site: int, output: Tensor, trace: Trace = NO_TRACE) -> Streams:
-        assert memory.coefficients is not None
-        mix, share = memory.coefficients[..., 1:-1], memory.coefficients[..., -1]
-        return self._before(written(memory.streams, mix, share, output), site + 1)
-
-    def _before(self, streams: Tensor, site: int) -> Streams:
+    def coefficients(self, streams: Tensor, site: int) -> Tensor | None:
         n, released = self.config.streams, self.config.numerics == "released"
         if site == self.body.sublayers:
-            last = None if self.head is None else torch.sigmoid(self.head(streams))[..., None] + self.config.eps
-            return Streams(streams, last)
+            return None if self.head is None else torch.sigmoid(self.head(streams))[..., None] + self.config.eps
         read, write, logits = self.sites[str(site)](streams).split((n, n, n * n), dim=-1)
         read = torch.sigmoid(read) + self.config.eps if released else torch.sigmoid(read)
         mix = sinkhorn(logits.reshape(*logits.shape[:-1], n, n), self.config.iterations, self.config.eps, self.config.numerics)
-        if released:
+        if not released:  # the paper's matrix acts on the streams, the released one's transpose does
             mix = mix.transpose(-1, -2)
-        return Streams(streams, torch.cat((read[..., None], mix, 2 * torch.sigmoid(write)[..., None]), dim=-1))
+        return torch.cat((read[..., None], mix, 2 * torch.sigmoid(write)[..., None]), dim=-1)
+
+    def plain(self, streams: Tensor) -> Tensor:
+        return streams.mean(-2)
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float, numerics: Numerics) -> Tensor:
