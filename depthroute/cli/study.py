@@ -27,8 +27,8 @@ class Options:
     out: tyro.conf.Positional[Path] = Path("runs/study")
     """The study folder."""
     baselines: bool = False
-    """Every residual method against PreNorm, and a learning-rate check in each family, in place of --arm. Its small form, half an hour on two
-    cores: --seeds 1 --set train.steps=150."""
+    """Every residual method against PreNorm, and a learning-rate check in each family, in place of --arm. Its small form, half an hour on
+    two cores: --seeds 1 --set train.steps=150."""
     arm: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=]METHOD"), tyro.conf.UseAppendAction] = ()
     """A residual method, the parent first: --arm prenorm --arm block:8 --arm mine=rd:8,rank=32. Default: prenorm, block, rd."""
     seeds: tuple[int, ...] = (1, 2, 3)

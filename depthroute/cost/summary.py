@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from depthroute.cost.flops import core_flops, projected_key_flops, routing_flops, source_counts
+from depthroute.cost.work import FORMULAS, body_work, routing_work
 from depthroute.model import Decoder, ModelConfig
-from depthroute.residual import AttnResConfig, PreNormConfig, ResidualConfig
+from depthroute.residual import ResidualConfig
 
 
 def model_facts(config: ModelConfig) -> dict[str, Any]:
@@ -32,6 +32,34 @@ def model_facts(config: ModelConfig) -> dict[str, Any]:
     return facts if percent is None else facts | {"routing_flops_percent": percent}
 
 
+def parameter_parts(config: ModelConfig) -> dict[str, int]:
+    """Parameters by part, counted on a model without storage: embedding (with the head, where that is separate), attention, mlp, norms (all
+    of the body's), residual (all that the method adds), total."""
+    import torch
+
+    with torch.device("meta"):
+        model = Decoder(config)
+    parts = dict.fromkeys(("embedding", "attention", "mlp", "norms", "residual"), 0)
+    for name, parameter in model.named_parameters():
+        path = name.split(".")
+        if path[0] in ("embedding", "head"):
+            part = "embedding"
+        elif path[0] == "residual":
+            part = "residual"
+        else:
+            part = "norms" if any(step.endswith("norm") for step in path) else path[2]
+        parts[part] += parameter.numel()
+    return parts | {"total": sum(parts.values())}
+
+
+def residual_parameters(config: ModelConfig) -> int:
+    """What the residual method adds, counted without storage."""
+    import torch
+
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in config.residual.module(config.body).parameters())
+
+
 def describe(method: ResidualConfig) -> str:
     """A method and its settings that are not the usual ones."""
     fields = [field for field in dataclasses.fields(method) if getattr(method, field.name) != field.default]
@@ -39,24 +67,10 @@ def describe(method: ResidualConfig) -> str:
 
 
 def routing_percent(config: ModelConfig) -> float | None:
-    """Multiply-adds of routing per token as a percentage of the body's weight matrices (Low-Rank AttnRes, Appendix F).
+    """Multiply-adds of the residual method per token as a percentage of the body's weight matrices (Low-Rank AttnRes, Appendix F).
 
-    None for methods outside the AttnRes family and a plain stream, whose FLOPs are not counted here.
+    None for a method that has no formula, which is one from outside.
     """
-    method = config.residual
-    if isinstance(method, PreNormConfig):
-        return 0.0
-    if not isinstance(method, AttnResConfig):
+    if type(config.residual) not in FORMULAS:
         return None
-    sublayers = 2 * config.layers
-    sources = source_counts(sublayers, method.block_ends(sublayers))
-    counts = [count if method.window is None else min(count, method.window + 1) for count in sources]
-    reads = {"shared": 1, "tied": 1, "separate": 3}.get(method.roles, 2)  # of an attention site
-    counts += counts[:-1:2] * (reads - 1)
-    rank = method.rank or config.width
-    cost = routing_flops(config.width, rank, counts)
-    heads = config.heads * config.resolved_head_width
-    if method.keys == "projected":
-        cost += projected_key_flops(config.layers, config.width, config.mlp_width, rank, heads)
-    key_values = config.resolved_key_value_heads * config.resolved_head_width
-    return 100 * cost / core_flops(config.layers, config.width, config.mlp_width, attention_width=heads, key_value_width=key_values)
+    return 100 * routing_work(config).total / body_work(config)

@@ -112,7 +112,8 @@ class Streams(NamedTuple):
 
 
 class SeveralStreams(Residual):
-    """n copies of the embedding that sub-layers read, mix and write. Coefficients of a site are computed once, when the one before has written."""
+    """n copies of the embedding that sub-layers read, mix and write. Coefficients of a site are computed once, when the one before has
+    written."""
 
     def __init__(self, streams: int, body: Body) -> None:
         super().__init__(body)
