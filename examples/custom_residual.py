@@ -69,7 +69,6 @@ METHOD = Method(
     parameters="0",
     state="2d",
     cost="2d",
-    traffic="5d",
     paper="Sander et al. 2021",
     degenerate=(Degenerate(says="a = 0: PreNorm", config=MomentumConfig(momentum=0.0), equals=PreNormConfig()),),
 )

@@ -7,6 +7,10 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from depthroute.common.errors import RequestError
+from depthroute.cost.summary import routing_percent
+from depthroute.cost.traffic import least_traffic
+from depthroute.model import ModelConfig
 from depthroute.residual import AttnResConfig, Method
 
 COLUMNS: dict[str, str] = {
@@ -22,9 +26,13 @@ COSTS: dict[str, str] = {
     "method": "--residual",
     "state": "carries per token",
     "cost": "multiply-adds per token and site",
-    "traffic": "moves per token and site",
+    "share": "of the body's, shape S",
+    "moves": "moves per token and site, shape S",
     "notes": "mind",
 }
+# Shape S of the Role-Decoupled paper with its blocks of four layers, and keys of a quarter of the width where they have a rank.
+SHAPE = ModelConfig(vocabulary=32_768, width=576, layers=16, heads=36, mlp_width=2_880, context=1_024)
+BASE = AttnResConfig(layers_per_block=4, rank=144)
 
 
 def row(method: Method) -> dict[str, str]:
@@ -36,7 +44,22 @@ def row(method: Method) -> dict[str, str]:
         "method": method.name,
         "sized": size,
         "weights": "dynamic" if method.dynamic else "static",
+        **_counted(method),
         "degenerate": "; ".join(case.says for case in method.degenerate) or "the one that others become",
+    }
+
+
+def _counted(method: Method) -> dict[str, str]:
+    """What it moves and computes in shape S; nothing for a method from outside, which has no formulas."""
+    model = dataclasses.replace(SHAPE, residual=method.configure(BASE))
+    share = routing_percent(model)
+    try:
+        moved = least_traffic(model).total
+    except RequestError:
+        return {"share": "", "moves": ""}
+    return {
+        "share": "" if share is None else f"{share:.2g} %" if share else "0",
+        "moves": f"{moved / (2 * model.layers * model.width):.1f}d",
     }
 
 

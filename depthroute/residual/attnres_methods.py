@@ -31,7 +31,7 @@ def _row(
     """A row with what most members have in common."""
     usual = {
         "reads": "the embedding, block sums and the open partial sum", "state": "(N+1)d, and up to (S-1)d read ahead",
-        "cost": "2Kd", "traffic": "(N/S + 5)d",
+        "cost": "2Kd",
     }  # fmt: skip
     return Method(
         name=name, label=label, configure=lambda base: start(base, **changes), size=size, equation=equation, dynamic=True,
@@ -49,7 +49,7 @@ def _ranked(base: AttnResConfig, **changes: Any) -> AttnResConfig:
 
 _BLOCK = AttnResConfig(block=4)
 _TWICE = "(N+1)d, and up to 1.5(S-1)d read ahead"
-_EVERY = {"reads": "the embedding and every output", "state": "(2L+1)d", "traffic": "(S + N)d in N groups of S"}
+_EVERY = {"reads": "the embedding and every output", "state": "(2L+1)d"}
 
 METHODS = (
     Method(
@@ -133,7 +133,6 @@ METHODS = (
             Degenerate(says="W beyond the depth: Full", config=AttnResConfig(window=10**6), adjust=scattered, equals=AttnResConfig(),
                        adjust_other=scattered),
         ), start=_full, size="window", paper=f"{ATTNRES}, Table 4", reads="the embedding and the last W outputs", state="(W+1)d",
-        traffic="(W + 3)d",
         notes="queries zero is not PreNorm: sources are forgotten",
     ),
     _row(

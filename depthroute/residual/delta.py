@@ -129,12 +129,12 @@ METHODS = (
     _row(
         "delta", "Delta AttnRes", DeltaConfig(), "h = p + sum_i softmax_i(q . N(y_i)) y_i, p the plain stream",
         (Degenerate(says="queries zero: PreNorm, output and gradients of the body", config=DeltaConfig(), equals=PreNormConfig()),),
-        reads="the stream, the embedding and every output", parameters="2d a site", state="(2L+2)d", traffic="(K + 4)d",
+        reads="the stream, the embedding and every output", parameters="2d a site", state="(2L+2)d",
     ),
     _row(
         "delta-block", "Delta Block AttnRes", DeltaConfig(layers_per_block=4),
         "h = p + sum_k softmax_k(q . N(b_k)) b_k, b_k what closed block k added to the stream p", (),
         reads="the stream, the embedding and closed block sums", parameters="2d a site behind the first block", state="(N+2)d",
-        traffic="(K + 5)d", notes="queries zero is not PreNorm: the open block is not among the deltas",
+        notes="queries zero is not PreNorm: the open block is not among the deltas",
     ),
 )  # fmt: skip

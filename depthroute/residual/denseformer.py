@@ -101,7 +101,6 @@ def _row(name: str, dilation: int, period: int) -> Method:
         parameters="L(L+3)/2" if dilation == period == 1 else "sum of i/dilation + 1 over i = period, 2 period, ...",
         state="(L+1)d" if dilation == 1 else "up to Ld, what a later sum needs",
         cost="Ld/4" if dilation == period == 1 else "about Ld / (4 dilation period)",
-        traffic="(3 + L/4)d" if dilation == period == 1 else "about (3 + L/(4 dilation period))d",
         paper="Pagliardini et al. 2024, section 3",
         degenerate=(Degenerate(says="initial values (the last with weight one): PreNorm", config=config, equals=PreNormConfig()),),
     )

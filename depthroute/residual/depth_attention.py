@@ -110,7 +110,6 @@ METHODS = (
         parameters="0",
         state="d + keys and values of the layers looked at",
         cost="2 values a source and attention",
-        traffic="3d, and 2 values a source and attention",
         paper="Zeng et al. 2026, Eqs. 2-4",
         degenerate=(
             Degenerate(says="stride beyond the layers: PreNorm", config=DepthAttentionConfig(stride=10**6), equals=PreNormConfig()),

@@ -161,7 +161,6 @@ def _row(name: str, label: str, config: DynamicQueryConfig, equation: str, paper
         parameters="2Ld^2, or 4Lkd with query_rank = k",
         state="(2L+1)d" if not config.has_blocks else "(N+1)d, and up to Sd of queries",
         cost="d^2 + 2Kd",
-        traffic="2(K + 1)d",
         paper=paper,
         degenerate=(Degenerate(says="initial values (W = 0): PreNorm", config=config, equals=PreNormConfig()),),
     )

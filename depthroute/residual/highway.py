@@ -101,7 +101,6 @@ METHODS = (
         parameters="4Ld diagonal, 2L(d+1) scalar, 2L(d^2+d) full",
         state="d",
         cost="3d diagonal, d^2 + 2d full",
-        traffic="4d",
         paper="Srivastava et al. 2015",
         degenerate=(
             Degenerate(

@@ -186,7 +186,6 @@ def _row(name: str, label: str, config: HyperConnectionsConfig, equation: str, *
         reads="n streams",
         dynamic=config.dynamic,
         state="nd",
-        traffic="(8n + 2)d",
         paper="Zhu et al. 2024, section 2",
         degenerate=(Degenerate(says="initial values: PreNorm", config=config, equals=PreNormConfig()),),
         **facts,

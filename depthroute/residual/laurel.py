@@ -113,14 +113,14 @@ def _row(name: str, label: str, config: LaurelConfig, **facts: str) -> Method:
 METHODS = (
     _row(
         "laurel-rw", "LAuReL-RW", LaurelConfig(weights=True), equation="h = a f(N h) + b h, (a, b) = 2 softmax(w)",
-        reads="the sum so far, scaled", parameters="4L", state="d", cost="2d", traffic="3d",
+        reads="the sum so far, scaled", parameters="4L", state="d", cost="2d",
     ),
     _row(
         "laurel-lr", "LAuReL-LR", LaurelConfig(rank=32), equation="h = f(N h) + h + B A h",
-        reads="the stream and a low-rank map of it", parameters="4Lrd", state="d", cost="2rd", traffic="5d",
+        reads="the stream and a low-rank map of it", parameters="4Lrd", state="d", cost="2rd",
     ),
     _row(
         "laurel-pa", "LAuReL-PA", LaurelConfig(previous=3), equation="h_{i+1} = f(N h_i) + h_i + sum_{j<k} g_j h_{i-j}",
-        reads="the last k states of the stream", parameters="about 2Lk", state="kd", cost="kd", traffic="(k+3)d",
+        reads="the last k states of the stream", parameters="about 2Lk", state="kd", cost="kd",
     ),
 )  # fmt: skip

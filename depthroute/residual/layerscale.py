@@ -63,7 +63,6 @@ METHODS = (
         parameters="2Ld",
         state="d",
         cost="d",
-        traffic="3d",
         paper="Touvron et al. 2021",
         degenerate=(Degenerate(says="g = 1: PreNorm", config=LayerScaleConfig(), adjust=_ones, equals=PreNormConfig()),),
     ),

@@ -101,7 +101,6 @@ METHODS = (
         parameters="r a site",
         state="(r+1)d",
         cost="2(r+1)d",
-        traffic="(3r + 5)d",
         paper="ours; open in Kimi Team 2026",
         degenerate=(Degenerate(says="w = 0: PreNorm", config=LinearDepthConfig(), equals=PreNormConfig()),),
     ),

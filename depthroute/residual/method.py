@@ -51,11 +51,10 @@ class Degenerate:
 class Method:
     """A residual method as people meet it.
 
-    `name` is what they type, and `size` the field that `NAME:N` sets. `configure` makes its configuration, from a recipe's AttnRes
-    settings (block size, norms) if it is of that family. The rest is its row in the table: i counts sources or sub-layers, d is the
-    width, L the layers, K the sources of a read; `parameters` in total over the network, `cost` in multiply-adds per token and site,
-    `traffic` in numbers read and written per token and site beside what the sub-layer itself moves (3d for the plain stream), `state` in
-    numbers per token.
+    `name` is what they type, and `size` the field that `NAME:N` sets. `configure` makes its configuration, from a recipe's AttnRes settings
+    (block size, norms) if it is of that family. The rest is its row in the table: i counts sources or sub-layers, d is the width, L the
+    layers, K the sources of a read; `parameters` in total over the network, `cost` in multiply-adds per token and site, `state` in numbers
+    per token. What it moves is counted, in `depthroute.cost.traffic`.
     """
 
     name: str
@@ -68,7 +67,6 @@ class Method:
     parameters: str
     state: str
     cost: str
-    traffic: str
     paper: str
     degenerate: tuple[Degenerate, ...] = ()
     notes: str = ""

@@ -163,7 +163,6 @@ def _row(name: str, label: str, config: MHCConfig, equation: str) -> Method:
         parameters="2L(nd(n^2+2n) + n^2+2n+3) + n(nd+1)+1",
         state="nd",
         cost="nd(n^2+2n) + (n^2+2n)d",
-        traffic="(8n + 2)d",
         paper="DeepSeek-AI 2025, Eqs. 5-9",
         degenerate=(Degenerate(says="scales zero, write biases zero: PreNorm", config=case, adjust=_static, equals=PreNormConfig()),),
     )

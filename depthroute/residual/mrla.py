@@ -169,10 +169,9 @@ METHODS = (
     _row(
         "mrla-base", "MRLA base", False, equation="after layer t, h = h + sum_s softmax_s(q_t . k_s) v_s by head; q, k, v from r(h)",
         reads="keys and values of the earlier layers", parameters="about L(d + 2k)", state="(2L+1)d", cost="(L/2 + k)d",
-        traffic="(4 + L/2)d",
     ),
     _row(
         "mrla-light", "MRLA light", True, equation="after layer t, o = sigmoid(q_t . k_t) v_t + c * o, h = h + o",
-        reads="the stream and a decayed sum", parameters="about L(2d + 2k)", state="2d", cost="(2 + k)d", traffic="5d",
+        reads="the stream and a decayed sum", parameters="about L(2d + 2k)", state="2d", cost="(2 + k)d",
     ),
 )  # fmt: skip

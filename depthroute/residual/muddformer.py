@@ -149,7 +149,6 @@ def _row(name: str, label: str, config: MUDDFormerConfig, equation: str, paramet
         parameters=parameters,
         state="(L+4)d",
         cost="(dm + 4lm + 4ld)/2 for l sources and m hidden units, 4l or the next multiple of 64",
-        traffic="(5 + L)d",
         paper="Xiao et al. 2025, section 2",
         degenerate=(Degenerate(says="initial values: PreNorm", config=config, equals=PreNormConfig()),),
     )

@@ -75,7 +75,6 @@ METHODS = (
         parameters="0 (the body's norms, on the trunk)",
         state="d",
         cost="0",
-        traffic="3d",
         paper="Vaswani et al. 2017",
         degenerate=(
             Degenerate(
@@ -94,7 +93,6 @@ METHODS = (
         parameters="0 (the body's norms, on the trunk)",
         state="d",
         cost="d",
-        traffic="3d",
         paper="Wang et al. 2022",
         degenerate=(
             Degenerate(says="alpha = 1: PostNorm", config=PostNormConfig(deep=True), adjust=_alpha_one, equals=PostNormConfig()),

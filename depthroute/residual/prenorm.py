@@ -40,7 +40,6 @@ METHODS = (
         parameters="0",
         state="d",
         cost="0",
-        traffic="3d",
         paper="Xiong et al. 2020",
     ),
 )

@@ -60,7 +60,6 @@ METHODS = (
         parameters="L, less the 2Ld gains of the norms",
         state="d",
         cost="d",
-        traffic="3d",
         paper="Bachlechner et al. 2020",
         degenerate=(
             Degenerate(says="a = 1 with norms: PreNorm", config=ReZeroConfig(prenorm=True), adjust=_ones, equals=PreNormConfig()),

@@ -105,7 +105,6 @@ METHODS = (
         parameters="2L",
         state="2d",
         cost="d",
-        traffic="4.5d",
         paper="modded-nanogpt, 2024-11-06",
         degenerate=(Degenerate(says="initial values (1, 0): PreNorm", config=SkipsConfig(), equals=PreNormConfig()),),
     ),
@@ -119,7 +118,6 @@ METHODS = (
         parameters="L/2",
         state="(L/2)d",
         cost="d/4",
-        traffic="4d",
         paper="modded-nanogpt, 2024-11-10",
         degenerate=(
             Degenerate(

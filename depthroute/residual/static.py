@@ -81,7 +81,6 @@ def _row(name: str, label: str, raw: bool, equation: str) -> Method:
         parameters="about 2L^2",
         state="(2L+1)d",
         cost="Kd",
-        traffic="(K + 1)d",
         paper="Kimi Team 2026, Table 4",
         degenerate=(Degenerate(says="initial values: PreNorm", config=config, equals=PreNormConfig()),),
     )

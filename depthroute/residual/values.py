@@ -110,7 +110,6 @@ def _row(name: str, label: str, config: ValueResidualConfig, degenerate: Degener
         reads="the stream, and the first layer's values",
         dynamic=False,
         state="d + values of a layer",
-        traffic="3d, and 2 values an attention",
         paper="Zhou et al. 2024",
         degenerate=(degenerate,),
         **facts,

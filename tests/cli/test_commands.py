@@ -82,7 +82,7 @@ def test_methods_prints_a_row_for_every_method(capsys: pytest.CaptureFixture[str
     rows = json.loads(capsys.readouterr().out)
     assert [row["method"] for row in rows] == list(SPECIFICATIONS)
     for row in rows:
-        for field in ("equation", "parameters", "weights", "reads", "degenerate", "paper", "state", "cost", "traffic"):
+        for field in ("equation", "parameters", "weights", "reads", "degenerate", "paper", "state", "cost", "share", "moves"):
             assert row[field], (row["method"], field)
 
 

@@ -132,7 +132,12 @@ def test_a_method_may_scale_what_its_body_starts_from(decoder: Make, config: Res
 
 
 # What is decayed of a residual method: matrices that make coefficients from a token, as their authors have it, and projected keys.
-DECAYED = {"muddformer": ("hidden", "output"), "muddformer-prepost": ("hidden", "output"), "hc": ("dynamic_read", "dynamic_mix", "dynamic_write"), "mhc": ("projection",)}
+DECAYED = {
+    "muddformer": ("hidden", "output"),
+    "muddformer-prepost": ("hidden", "output"),
+    "hc": ("dynamic_read", "dynamic_mix", "dynamic_write"),
+    "mhc": ("projection",),
+}
 
 
 @pytest.mark.parametrize("name", [*SPECIFICATIONS, "full,rank=8,keys=projected"])
