@@ -1,1 +1,1 @@
-"""What depth routing costs: parameters and FLOPs as closed formulas over plain numbers, and a summary of a model shape."""
+"""What every residual method costs: parameters, multiply-adds, activations, traffic and pipelines, as formulas for any shape."""
