@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from depthroute.analysis.watch import watching
 from depthroute.common.errors import RequestError
 from depthroute.model import Decoder
-from depthroute.residual import Memory, Trace
 
 
 @torch.no_grad()
@@ -29,26 +29,22 @@ def output_similarity(model: Decoder, batches: Iterable[Tensor]) -> list[float]:
     totals = torch.zeros(2 * len(model.layers) - 1, dtype=torch.float64)
     tokens = 0
 
-    write = model.residual.write
-
-    def watched(memory: Memory, site: int, output: Tensor, trace: Trace) -> Memory:
+    def compare(site: int, output: Tensor) -> None:
         exact = output.double()
         if previous:
             totals[site - 1] += F.cosine_similarity(previous.pop(), exact, dim=-1).sum().item()
         previous.append(exact)
-        return write(memory, site, output, trace)
 
     training = model.training
     model.eval()
-    model.residual.write = watched  # type: ignore[method-assign,assignment]
     try:
-        for batch in batches:
-            previous.clear()
-            model(batch)
-            tokens += batch.numel()
+        with watching(model.residual, on_write=compare):
+            for batch in batches:
+                previous.clear()
+                model(batch)
+                tokens += batch.numel()
     finally:
         model.train(training)
-        model.residual.write = write  # type: ignore[method-assign]
     if not tokens:
         raise RequestError("no tokens were given; output similarity is a mean over tokens.")
     return (totals / tokens).tolist()

@@ -16,6 +16,7 @@ COMMANDS = {
     "report": "write the report of a study folder again, without training",
     "data": "turn text into token shards",
     "sample": "continue a prompt with a trained model",
+    "analyse": "what a trained run routes, how sharply, and what of it matters",
     "boundaries": "block boundaries from a pilot run",
     "geometry": "what the route queries of any checkpoint span",
     "convert": "a trained run with low-rank keys, exactly",

@@ -30,7 +30,7 @@ from depthroute.cost.memory import training_activations
 from depthroute.cost.pipeline import Keeps, cached_formula, naive_formula, plain_stream
 from depthroute.cost.recorded import carried_numbers
 from depthroute.cost.shapes import Shape
-from depthroute.cost.summary import describe, parameter_parts, residual_parameters
+from depthroute.cost.summary import parameter_parts, residual_parameters
 from depthroute.cost.traffic import FORMULAS, least_traffic, table_traffic
 from depthroute.cost.work import body_work, routing_work
 from depthroute.model import ModelConfig
@@ -128,7 +128,7 @@ def method_sheet(shape: Shape, *, dense: bool) -> dict[str, Facts]:
 
 def _shape(shape: Shape) -> Facts:
     body = shape.body
-    return {"layers": body.layers, "width": body.width, "residual": describe(body.residual)}
+    return {"layers": body.layers, "width": body.width, "residual": body.residual.describe()}
 
 
 def _published_parameters(shape: Shape) -> Facts:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from depthroute.cost.work import FORMULAS, body_work, routing_work
 from depthroute.model import Decoder, ModelConfig
-from depthroute.residual import ResidualConfig
 
 
 def model_facts(config: ModelConfig) -> dict[str, Any]:
@@ -26,7 +24,7 @@ def model_facts(config: ModelConfig) -> dict[str, Any]:
         "mlp_width": config.mlp_width,
         "context": config.context,
         "vocabulary": config.vocabulary,
-        "residual": describe(config.residual),
+        "residual": config.residual.describe(),
     }
     percent = routing_percent(config)
     return facts if percent is None else facts | {"routing_flops_percent": percent}
@@ -58,12 +56,6 @@ def residual_parameters(config: ModelConfig) -> int:
 
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in config.residual.module(config.body).parameters())
-
-
-def describe(method: ResidualConfig) -> str:
-    """A method and its settings that are not the usual ones."""
-    fields = [field for field in dataclasses.fields(method) if getattr(method, field.name) != field.default]
-    return ", ".join([method.name, *(f"{field.name} {getattr(method, field.name)}" for field in fields)])
 
 
 def routing_percent(config: ModelConfig) -> float | None:

@@ -205,7 +205,7 @@ class AttnRes(SourceBank):
         closed, keys = self._within(bank.closed, room_for=1), self._within(bank.closed_keys, room_for=1)
         if not self.config.phases or not sites or len(closed) < READ_AHEAD_FROM:
             return ()
-        queries = [self._folded(site) for site in sites]
+        queries = [self.route_queries(site) for site in sites]
         biases = [self._bias(site) for site, of_site in zip(sites, queries, strict=True) for _ in of_site]
         prior = torch.stack([bias[:-1] for bias in biases if bias is not None]) if biases[0] is not None else None
         softmax = self.config.weighting == "softmax"  # the reads of a sigmoid add up as they are
@@ -262,7 +262,7 @@ class AttnRes(SourceBank):
             found.append(torch.zeros_like(parameters.query))
         return [query * self.rank**-0.5 for query in found] if self.config.scaled else found
 
-    def _folded(self, site: int) -> Tensor:
+    def route_queries(self, site: int) -> Tensor:
         """The queries of a site, [1 to 3, R], the key norm's gain folded in."""
         queries, gain = torch.stack(self._queries(site)), self._site(site).key_gain
         return queries if gain is None else queries * gain

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -121,6 +121,11 @@ class ResidualConfig(abc.ABC):
     def adaptation(self, body: Body) -> Adaptation:
         """What the method needs otherwise in its body; as a rule nothing."""
         return Adaptation()
+
+    def describe(self) -> str:
+        """The method's name, and the settings that are not the usual ones."""
+        changed = [field for field in fields(self) if getattr(self, field.name) != field.default]
+        return ", ".join([self.name, *(f"{field.name} {getattr(self, field.name)}" for field in changed)])
 
     def check(self, body: Body) -> None:
         """Refuse a body that the method does not fit, before any work starts; nothing is allocated."""

@@ -132,14 +132,17 @@ def recorded_result(path: Path) -> dict[str, Any] | None:
 def load_trained(path: Path) -> tuple[RunConfig, Decoder]:
     """The configuration of a run and its model with the weights of the last checkpoint, on the CPU.
 
+    `path` may also be one checkpoint folder of a run, RUN/checkpoints/step-00000500.
+
     Raises:
         RequestError: `path` holds no run, or a run without a checkpoint.
         FailureError: the checkpoint is truncated or altered.
     """
-    config = recorded_config(path)
+    one = path.resolve().parent.name == "checkpoints" and not (path / "config.json").exists()
+    config = recorded_config(path.resolve().parent.parent if one else path)
     if config is None:
         raise RequestError(f"{path} is not a run folder: it has no config.json.")
-    found = checkpoint.latest(path)
+    found = path if one else checkpoint.latest(path)
     if found is None:
         raise RequestError(f"{path} has no checkpoint yet; train it first.")
     checkpoint.verify(found)
