@@ -17,10 +17,17 @@ class Options:
 
     study: tyro.conf.Positional[Path]
     """The study folder."""
+    export: Path | None = None
+    """Also write every table as CSV and LaTeX, and every figure as SVG with its data as CSV, into this folder."""
 
 
 def main(arguments: Sequence[str]) -> None:
     options = read(Options, "report", arguments)
     from depthroute.report import write_report
+    from depthroute.report.export import export_report
 
+    # What cannot be exported is refused before the report is written anew.
+    exported = export_report(options.study, options.export) if options.export is not None else []
     print(write_report(options.study))
+    if exported:
+        print(f"{len(exported)} files in {options.export}")
