@@ -15,6 +15,7 @@ COMMANDS = {
     "train": "train one model in a run folder; resumes by itself",
     "report": "write the report of a study folder again, without training",
     "compare": "where two runs or two studies part: settings, first differing step, loss gap",
+    "power": "how many seeds a study needs, from a pilot",
     "data": "turn text into token shards",
     "sample": "continue a prompt with a trained model",
     "analyse": "what a trained run routes, how sharply, and what of it matters",

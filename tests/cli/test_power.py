@@ -1,0 +1,46 @@
+"""Seeds needed, from a made-up pilot."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from depthroute.cli.main import main
+from depthroute.common.files import read_json
+from depthroute.study.power import seeds_needed
+
+SYNTHETIC = Path(__file__).parents[1] / "report" / "synthetic_study.py"
+
+
+@pytest.fixture(scope="module")
+def pilot(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = runpy.run_path(str(SYNTHETIC))["write_study"](tmp_path_factory.mktemp("pilot"), seeds=(0, 1, 2, 3))
+    return folder
+
+
+def test_every_comparison_has_its_seeds(pilot: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["power", str(pilot), "--margin", "0.01", "--power", "0.9", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    recorded = read_json(pilot / "statistics.json")["comparisons"]
+    assert len(found) == len(recorded) == 3
+    for needed, comparison in zip(found.values(), recorded, strict=True):
+        expected = seeds_needed(comparison["milestones"][-1]["differences"], 0.01, power=0.9)
+        assert (needed["seeds"], needed["cautious_seeds"]) == (expected.seeds, expected.cautious_seeds)
+        assert needed["pilot_seeds"] == 4 and needed["cautious_seeds"] >= needed["seeds"] >= 2
+
+
+def test_in_words(pilot: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["power", str(pilot), "--margin", "0.01"]) == 0
+    text = capsys.readouterr().out
+    assert "seeds for 0.01" in text and "Block AttnRes against PreNorm" in text and "cautious:" in text
+    assert len({len(line) for line in text.splitlines()[:4]}) == 1
+
+
+def test_one_seed_knows_no_spread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = runpy.run_path(str(SYNTHETIC))["write_study"](tmp_path, seeds=(0,))
+    assert main(["power", str(study), "--margin", "0.01"]) == 2
+    assert "no comparison with two seeds or more" in capsys.readouterr().err
+    assert main(["power", str(study), "--margin", "0"]) == 2
