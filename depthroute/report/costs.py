@@ -25,8 +25,8 @@ def blocks(study: StoredStudy) -> list[Block]:
 
 def _cost_table(study: StoredStudy) -> Table:
     columns = [
-        "Arm", "Parent", "Parameters", "Added", "of all", "Tokens/s", "relative", "Peak memory", "relative", "Training", "NLL, nats",
-        "difference",
+        "Arm", "Parent", "NLL, nats", "difference", "Parameters", "Added", "of all", "Tokens/s", "relative", "Peak memory", "relative",
+        "Training",
     ]  # fmt: skip
     rows = []
     for arm in study.arms:
@@ -35,6 +35,8 @@ def _cost_table(study: StoredStudy) -> Table:
         rows.append([
             arm.label,
             parent.label if parent else NONE,
+            numbers.nats(_mean(done, "nll")),
+            numbers.difference(_difference(study, arm)),
             numbers.count(total),
             numbers.count(added),
             numbers.percent(added / total) if added is not None and total else NONE,
@@ -43,8 +45,6 @@ def _cost_table(study: StoredStudy) -> Table:
             numbers.mebibytes(_mean(done, "peak_memory_bytes")),
             _relative(study, arm, "peak_memory_bytes"),
             numbers.duration(_mean(done, "training_seconds")),
-            numbers.nats(_mean(done, "nll")),
-            numbers.difference(_difference(study, arm)),
         ])  # fmt: skip
     return Table(
         "Means over the complete seeds. Added are the parameters of the residual method. Tokens per second are the median over steps, data "

@@ -37,9 +37,9 @@ def test_the_difference_stands_beside_the_cost(tmp_path: Path, write_study: Writ
     (_, rows, _), = cost_section(study).blocks[0].groups
     by_arm = {row[0]: row for row in rows}
     ends = read_json(study / "statistics.json")["comparisons"][0]["milestones"][-1]
-    assert by_arm["Block AttnRes"][-1] == f"{ends['mean']:+.4f}".replace("-", "\u2212")
-    assert by_arm["PreNorm"][-1] == "\u2013" or by_arm["PreNorm"][-1] == by_arm["PreNorm"][1]
-    added, of_all = by_arm["Block AttnRes"][3:5]
+    assert by_arm["Block AttnRes"][3] == f"{ends['mean']:+.4f}".replace("-", "\u2212")
+    assert by_arm["PreNorm"][3] == by_arm["PreNorm"][1]
+    added, of_all = by_arm["Block AttnRes"][5:7]
     assert (added, of_all) == ("4,896", f"+{100 * 4_896 / 1_093_248:.2f}\u00a0%")
 
 
