@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from depthroute.analysis.feedback import routing_feedback
-from depthroute.analysis.magnitudes import MagnitudeTotals, logit_lens, output_gradients
+from depthroute.analysis.magnitudes import logit_lens, magnitudes, output_gradients
 from depthroute.analysis.mixing import MixingTotals
 from depthroute.analysis.probes import probe
 from depthroute.analysis.routing import RoutingTotals
-from depthroute.analysis.watch import place, watching
+from depthroute.analysis.watch import place
 from depthroute.common.errors import RequestError
 from depthroute.common.files import read_json_lines, write_json
 from depthroute.data import EOS, TokenDataset, evaluation_windows
 from depthroute.model import Decoder
+from depthroute.model.loss import token_nll
 from depthroute.train import load_trained
 from depthroute.train.config import RunConfig
 from depthroute.train.devices import autocast
@@ -46,8 +47,8 @@ def analyse(
     Args:
         run: a run folder with a checkpoint, or one of its checkpoint folders.
         data: the folder of its token shards; None is the one that its configuration names.
-        tokens: validation tokens that routing, mixing and magnitudes are averaged over; memory does not grow with them.
-        dear_tokens: tokens for what needs a backward pass or the head at every site: gradients, feedback, the lens.
+        tokens: validation tokens that routing and mixing are averaged over; memory does not grow with them.
+        dear_tokens: tokens for what reads again, needs a backward pass, or the head at every site: magnitudes, gradients, feedback, the lens.
         probe_tokens: tokens for causal probes, which run the model again for every one of them; 0 leaves them out.
         text: what the token view shows; None is the beginning of the validation split.
 
@@ -70,12 +71,12 @@ def analyse(
     def batches(limit: int) -> Iterator[Tensor]:
         return (torch.from_numpy(window) for window in windows(limit))
 
-    report("reads, mixing and magnitudes")
+    report("reads and mixing")
     found: dict[str, Any] = {"format": 1, "model": _model_facts(config, model)}
     arrays: dict[str, np.ndarray] = {}
     found |= streamed(config, model, batches(tokens), arrays)
-    report("gradients by depth")
-    found["magnitudes"] = found["magnitudes"].summary(output_gradients(model, batches(dear_tokens)))
+    report("magnitudes and gradients by depth")
+    found["magnitudes"] = magnitudes(model, batches(dear_tokens)).summary(output_gradients(model, batches(dear_tokens)))
     report("routing feedback")
     feedback = routing_feedback(model, batches(dear_tokens))
     if feedback is not None:
@@ -146,22 +147,20 @@ def _model_facts(config: RunConfig, model: Decoder) -> dict[str, Any]:
 @torch.no_grad()
 def streamed(config: RunConfig, model: Decoder, batches: Iterator[Tensor], arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     """What one pass over the text gives: the loss, and sums over tokens of everything that a memory shows."""
-    routing, mixing, magnitudes = RoutingTotals(model), MixingTotals(model), MagnitudeTotals(model)
+    routing, mixing = RoutingTotals(model), MixingTotals(model)
     nll, tokens = 0.0, 0
 
     def observe(site: int, memory: Any) -> None:
         routing.observe(site, memory)
         mixing.observe(site, memory)
-        magnitudes.observe(site, memory)
 
     device = next(model.parameters()).device.type
     for batch in batches:
-        with watching(model.residual, on_write=magnitudes.on_write), autocast(device, config.train.precision):  # type: ignore[arg-type]
+        with autocast(device, config.train.precision):  # type: ignore[arg-type]
             hidden = model(batch[:, :-1], observe=observe)
-        logits = torch.nn.functional.linear(hidden.float().flatten(0, -2), model.head_weight)
-        nll += torch.nn.functional.cross_entropy(logits, batch[:, 1:].flatten(), reduction="sum").item()
+            nll += token_nll(hidden.flatten(0, -2), model.head_weight, batch[:, 1:].flatten()).sum(dtype=torch.float64).item()
         tokens += batch[:, 1:].numel()
-    found: dict[str, Any] = {"tokens": tokens, "nll": nll / tokens, "magnitudes": magnitudes}
+    found: dict[str, Any] = {"tokens": tokens, "nll": nll / tokens}
     routed, mixed = routing.summary(), mixing.summary()
     if routed is not None:
         found["routing"] = routed

@@ -61,6 +61,16 @@ class MagnitudeTotals:
         return rows
 
 
+@torch.no_grad()
+def magnitudes(model: Decoder, batches: Iterable[Tensor]) -> MagnitudeTotals:
+    """Totals over `batches` of token ids [B, T + 1] (int64), of which the last is a target alone."""
+    totals = MagnitudeTotals(model)
+    with watching(model.residual, on_write=totals.on_write):
+        for batch in batches:
+            model(batch[:, :-1], observe=totals.observe)
+    return totals
+
+
 def mean_square(x: Tensor) -> float:
     """The mean square of a row's coordinates, summed over rows."""
     return x.detach().float().square().mean(-1).sum(dtype=torch.float64).item()

@@ -21,9 +21,9 @@ class Options:
     out: Path | None = None
     """Where to write. Default: RUN/analysis."""
     tokens: int = 65_536
-    """Validation tokens for reads, mixing and magnitudes."""
+    """Validation tokens for reads and mixing."""
     dear_tokens: int = 4_096
-    """Tokens for gradients, routing feedback and the logit lens."""
+    """Tokens for magnitudes, gradients, routing feedback and the logit lens."""
     probe_tokens: int = 8_192
     """Tokens for causal probes, each of which runs the model again; 0 leaves them out."""
     text: str | None = None
