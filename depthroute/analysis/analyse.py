@@ -45,12 +45,11 @@ def analyse(
     """Analyse a run and write `out/analysis.json` and `out/analysis.npz`; return what the JSON holds (docs/analysis.md names its fields).
 
     Args:
-        run: a run folder with a checkpoint, or one of its checkpoint folders.
-        data: the folder of its token shards; None is the one that its configuration names.
-        tokens: validation tokens that routing and mixing are averaged over; memory does not grow with them.
-        dear_tokens: tokens for what reads again, needs a backward pass, or the head at every site: magnitudes, gradients, feedback, the lens.
-        probe_tokens: tokens for causal probes, which run the model again for every one of them; 0 leaves them out.
-        text: what the token view shows; None is the beginning of the validation split.
+        run: a run folder with a checkpoint, or one of its checkpoint folders. data: the folder of its token shards; None is the one that
+        its configuration names. tokens: validation tokens that routing and mixing are averaged over; memory does not grow with them.
+        dear_tokens: tokens for what reads again, needs a backward pass, or the head at every site: magnitudes, gradients, feedback, the
+        lens. probe_tokens: tokens for causal probes, which run the model again for every one of them; 0 leaves them out. text: what the
+        token view shows; None is the beginning of the validation split.
 
     Raises:
         RequestError: no run, no checkpoint, no such data, or a text longer than the context.
