@@ -248,7 +248,7 @@ def test_a_run_of_ours(trained_run: Path) -> None:
     assert names == [("mlp 0", "shared"), *decoupled[0], *decoupled[1], ("output", "shared")]
     assert (found.layout, found.width, found.stored_sites, found.active_sites) == ("depthroute", 12, 6, 6)
     assert found.parameters == sum(parameter.numel() for parameter in model.residual.parameters())  # shared gains once
-    own = torch.cat([model.residual._folded(site) for site in range(1, 7)]).detach().double()
+    own = torch.cat([model.residual.route_queries(site) for site in range(1, 7)]).detach().double()
     assert found.rank == torch.linalg.matrix_rank(own).item() > 0
     assert found.singular_values == pytest.approx(torch.linalg.svdvals(own).tolist(), rel=1e-6)
     assert {role: group.queries for role, group in found.roles.items()} == {"shared": 4, "query_key": 2, "value": 2}
