@@ -148,7 +148,7 @@ class _Opaque(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise NotImplementedError
+        raise NotImplementedError  # only what a forward pass saves is counted; nothing is differentiated
 
 
 def _opaque(width: int, dtype: torch.dtype, *inputs: Tensor) -> Tensor:
