@@ -69,8 +69,7 @@ def _show_runs(found: Mapping[str, Any]) -> None:
 def _show_studies(found: Mapping[str, Any]) -> None:
     _show_differences("plan", found["plan"])
     _show_differences("configuration of common arms", found["config"])
-    if found["step"] is not None:
-        _show_arms(found)
+    _show_arms(found)
     for entry in found["comparisons"]:
         print(f"\n{entry['arm']} minus {entry['parent']} at the endpoint, nats per token")
         for study in ("a", "b"):
@@ -78,9 +77,9 @@ def _show_studies(found: Mapping[str, Any]) -> None:
 
 
 def _show_arms(found: Mapping[str, Any]) -> None:
-    print(f"\nvalidation loss at step {found['step']}, nats per token: a | b | b - a")
+    print("\nloss, nats per token: a | b | b - a")
     for entry in found["arms"]:
-        print(f"  {entry['arm']}")
+        print(f"  {entry['arm']}, step {entry['step']}")
         gaps = entry["paired"]["differences"] if entry["paired"] else []
         for seed, a, b, gap in zip(entry["seeds"], entry["a"], entry["b"], gaps, strict=True):
             print(f"    seed {seed}: {_gap({'a': a, 'b': b, 'gap': gap})}")

@@ -10,7 +10,7 @@ from typing import Any
 from depthroute.common.config import to_json
 from depthroute.common.errors import DepthrouteError, FailureError
 from depthroute.common.files import read_json, read_json_lines, write_json
-from depthroute.study.plan import Cell, cell_config, cells, check_matched, differences, read_plan, run_folder
+from depthroute.study.plan import Cell, cell_config, cells, check_matched, common_milestones, differences, milestones, read_plan, run_folder
 from depthroute.study.statistics import paired
 from depthroute.train import RunConfig
 
@@ -50,9 +50,13 @@ def collect(directory: Path, failures: Mapping[Cell, str]) -> dict[str, Any]:
             if not is_complete(directory, plan, cell):
                 unanalysed.append({**entry, "reason": failures.get(cell, "not analysed yet; run the study again.")})
     comparisons = [
-        {"arm": arm, "parent": parent, "milestones": _compare(plan, evaluations, arm, parent)} for arm, parent in plan["comparisons"]
-    ]
-    return {"endpoint_step": plan["milestones"][-1], "comparisons": comparisons, "missing": missing, "unanalysed": unanalysed}
+        {
+            "arm": arm, "parent": parent, "endpoint_step": common_milestones(plan, arm, parent)[-1],
+            "milestones": _compare(plan, evaluations, arm, parent),
+        }
+        for arm, parent in plan["comparisons"]
+    ]  # fmt: skip
+    return {"comparisons": comparisons, "missing": missing, "unanalysed": unanalysed}
 
 
 def is_complete(directory: Path, plan: Mapping[str, Any], cell: Cell) -> bool:
@@ -93,10 +97,10 @@ def _compare(
     seeds = [seed for seed in plan["seeds"] if (arm, seed) in evaluations and (parent, seed) in evaluations]
     if not seeds:
         return []
-    milestones = []
-    for step in plan["milestones"]:
+    found = []
+    for step in common_milestones(plan, arm, parent):
         ours, theirs = ([evaluations[name, seed][step]["nll"] for seed in seeds] for name in (arm, parent))
-        milestones.append({
+        found.append({
             "step": step,
             "tokens": evaluations[arm, seeds[0]][step]["tokens"],
             "seeds": seeds,
@@ -104,7 +108,7 @@ def _compare(
             "parent_nll": theirs,
             **to_json(paired(ours, theirs)),
         })
-    return milestones
+    return found
 
 
 def _read_cell(directory: Path, plan: Mapping[str, Any], cell: Cell) -> dict[int, dict[str, Any]]:
@@ -120,10 +124,11 @@ def _read_cell(directory: Path, plan: Mapping[str, Any], cell: Cell) -> dict[int
         metrics = read_json_lines(folder / "metrics.jsonl")
         where = f"after step {metrics[-1]['step']}" if metrics else "before its first step ended"
         raise FailureError(f"stopped {where}; run the study again to go on.")
-    found = {line["step"]: line for line in read_json_lines(folder / "evaluations.jsonl") if line["split"] == "validation"}
-    for step in plan["milestones"]:
+    split = plan["endpoint"]
+    found = {line["step"]: line for line in read_json_lines(folder / "evaluations.jsonl") if line["split"] == split}
+    for step in milestones(plan, cell[0]):
         if step not in found:
-            raise FailureError(f"its evaluations.jsonl has no validation at step {step}, a milestone of the plan.")
+            raise FailureError(f"its evaluations.jsonl has no {split} at step {step}, a milestone of the plan.")
         if found[step]["nll"] is None or not math.isfinite(found[step]["nll"]):
-            raise FailureError(f"its validation NLL at step {step} is {found[step]['nll']}: it diverged.")
+            raise FailureError(f"its {split} NLL at step {step} is {found[step]['nll']}: it diverged.")
     return found

@@ -13,7 +13,7 @@ from typing import Any
 from depthroute.common.config import to_json
 from depthroute.common.errors import FailureError, RequestError
 from depthroute.common.files import read_json, read_json_lines
-from depthroute.study.plan import UNHASHED, differences, read_plan, run_folder
+from depthroute.study.plan import HISTORY, arm_entry, differences, milestones, read_plan, run_folder
 from depthroute.study.statistics import paired
 
 OTHER_DATA = "a and b have different data fingerprints: their losses are of different tokens, and a gap says nothing about the models."
@@ -63,30 +63,29 @@ def compare_runs(a: Path, b: Path) -> dict[str, Any]:
 def compare_studies(a: Path, b: Path) -> dict[str, Any]:
     """What two studies planned differently, how far each common arm is apart, and what each comparison that both make found in each.
 
-    Gaps are between the runs of one arm and seed in a and in b. They are taken at `step`, the last milestone that both plans name. A cell
+    Gaps are between the runs of one arm and seed in a and in b, at the last milestone that both plans have of the arm. A cell
     counts when it has a result and its study's statistics.json does not leave it out.
 
     Returns:
         `kind` ("studies"), `a`, `b`, `notes`, `plan`: list of {`field`, `a`, `b`} beside the arms' configurations, `config`: list of
-        {`field`, `a`, `b`, `arms` (which of the common arms)}, `arms_only_in`: {`a`, `b`: names}, `step` (null without a common milestone),
-        `arms`: list of {`arm`, `seeds`, `a`, `b`, `paired` (statistics.json's, with b as the arm and a as its parent; null without a
-        seed), `left_out`: list of {`study`, `seed`, `reason`}}, and `comparisons`: list of {`arm`, `parent`, `a`, `b`}, both {`step`,
+        {`field`, `a`, `b`, `arms` (which of the common arms)}, `arms_only_in`: {`a`, `b`: names}, `arms`: list of {`arm`, `step`, `seeds`,
+        `a`, `b`, `paired` (statistics.json's, with b as the arm and a as its parent; null without a seed), `left_out`: list of {`study`,
+        `seed`, `reason`}}, and `comparisons`: list of {`arm`, `parent`, `a`, `b`}, both {`step`,
         `seeds`, `differences` (arm minus parent), `mean`, `t_interval`} of that study's endpoint, null where its statistics.json has none.
     """
     plans = [read_plan(path) for path in (a, b)]
     arms = [{arm["name"]: arm for arm in plan["arms"]} for plan in plans]
     common = [name for name in arms[0] if name in arms[1]]
-    step = max(set(plans[0]["milestones"]) & set(plans[1]["milestones"]), default=None)
+    steps = {name: max(set(milestones(plans[0], name)) & set(milestones(plans[1], name)), default=None) for name in common}
     return {
         "kind": "studies",
         "a": str(a),
         "b": str(b),
-        "notes": _study_notes(plans, step),
+        "notes": _study_notes(plans, steps),
         "plan": [{"field": field, "a": one, "b": other} for field, one, other in differences(_outline(plans[0]), _outline(plans[1]))],
         "config": _arm_differences(common, *arms),
         "arms_only_in": {"a": [name for name in arms[0] if name not in common], "b": [name for name in arms[1] if name not in common]},
-        "step": step,
-        "arms": [] if step is None else _arm_gaps((a, b), plans, common, step),
+        "arms": [_arm_gaps((a, b), plans, name, step) for name, step in steps.items() if step is not None],
         "comparisons": _common_comparisons((a, b), plans),
     }
 
@@ -147,19 +146,24 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _study_notes(plans: Sequence[Mapping[str, Any]], step: int | None) -> list[str]:
+def _study_notes(plans: Sequence[Mapping[str, Any]], steps: Mapping[str, int | None]) -> list[str]:
     notes = [OTHER_DATA] if plans[0]["data_fingerprint"] != plans[1]["data_fingerprint"] else []
-    ends = [plan["milestones"][-1] for plan in plans]
-    if step is None:
-        notes.append("a and b have no milestone in common, so no gap can be taken.")
-    elif ends != [step, step]:
-        notes.append(f"the endpoints are steps {ends[0]} and {ends[1]}; the gaps are at step {step}, the last milestone of both.")
+    without = [name for name, step in steps.items() if step is None]
+    if without:
+        notes.append(f"a and b have no milestone of {', '.join(without)} in common, so no gap can be taken there.")
+    ends: dict[tuple[int, int, int], list[str]] = {}
+    for name, step in steps.items():
+        last = [milestones(plan, name)[-1] for plan in plans]
+        if step is not None and last != [step, step]:
+            ends.setdefault((last[0], last[1], step), []).append(name)
+    for (one, other, step), names in ends.items():
+        notes.append(f"{', '.join(names)} end at steps {one} and {other}; the gaps are at step {step}, the last milestone of both.")
     return notes
 
 
 def _outline(plan: Mapping[str, Any]) -> dict[str, Any]:
     """A plan without what two of them always differ in, and with the arms by name only."""
-    kept = {name: value for name, value in plan.items() if name not in UNHASHED}
+    kept = {name: value for name, value in plan.items() if name not in HISTORY}
     return kept | {"arms": [arm["name"] for arm in plan["arms"]]}
 
 
@@ -173,27 +177,24 @@ def _arm_differences(common: Sequence[str], a: Mapping[str, Any], b: Mapping[str
     return [{"field": field, "a": one, "b": other, "arms": names} for (field, one, other), names in found.items()]
 
 
-def _arm_gaps(folders: Sequence[Path], plans: Sequence[Mapping[str, Any]], common: Sequence[str], step: int) -> list[dict[str, Any]]:
+def _arm_gaps(folders: Sequence[Path], plans: Sequence[Mapping[str, Any]], arm: str, step: int) -> dict[str, Any]:
     reasons = [_left_out(folder) for folder in folders]
-    seeds = [seed for seed in plans[0]["seeds"] if seed in plans[1]["seeds"]]
-    entries = []
-    for arm in common:
-        found: dict[int, list[float]] = {}
-        left_out = []
-        for seed in seeds:
-            values = []
-            for study, folder, given in zip(("a", "b"), folders, reasons, strict=True):
-                value, reason = _cell_loss(run_folder(folder, arm, seed), step, given.get((arm, seed)))
-                if value is None:
-                    left_out.append({"study": study, "seed": seed, "reason": reason})
-                else:
-                    values.append(value)
-            if len(values) == len(folders):
-                found[seed] = values
-        ours, theirs = ([values[index] for values in found.values()] for index in (0, 1))
-        statistics = to_json(paired(theirs, ours)) if found else None
-        entries.append({"arm": arm, "seeds": list(found), "a": ours, "b": theirs, "paired": statistics, "left_out": left_out})
-    return entries
+    found: dict[int, list[float]] = {}
+    left_out = []
+    seeds = [arm_entry(plan, arm)["seeds"] for plan in plans]
+    for seed in (seed for seed in seeds[0] if seed in seeds[1]):
+        values = []
+        for study, folder, given in zip(("a", "b"), folders, reasons, strict=True):
+            value, reason = _cell_loss(run_folder(folder, arm, seed), step, plans[0]["endpoint"], given.get((arm, seed)))
+            if value is None:
+                left_out.append({"study": study, "seed": seed, "reason": reason})
+            else:
+                values.append(value)
+        if len(values) == len(folders):
+            found[seed] = values
+    ours, theirs = ([values[index] for values in found.values()] for index in (0, 1))
+    statistics = to_json(paired(theirs, ours)) if found else None
+    return {"arm": arm, "step": step, "seeds": list(found), "a": ours, "b": theirs, "paired": statistics, "left_out": left_out}
 
 
 def _common_comparisons(folders: Sequence[Path], plans: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -210,7 +211,7 @@ def _endpoints(study: Path) -> dict[tuple[str, str], dict[str, Any]]:
         }
         for comparison in statistics.get("comparisons", [])
         for milestone in comparison["milestones"]
-        if milestone["step"] == statistics["endpoint_step"]
+        if milestone["step"] == comparison["endpoint_step"]
     }
 
 
@@ -224,10 +225,10 @@ def _statistics(study: Path) -> dict[str, Any]:
     return found
 
 
-def _cell_loss(run: Path, step: int, reason: str | None) -> tuple[float | None, str]:
-    """The validation NLL of a whole cell at a step, or None and why there is none."""
+def _cell_loss(run: Path, step: int, split: str, reason: str | None) -> tuple[float | None, str]:
+    """The NLL of a whole cell on a split at a step, or None and why there is none."""
     if reason is not None or not (run / "result.json").is_file():
         return None, reason or "it has no result."
     lines = read_json_lines(run / "evaluations.jsonl")
-    value = next((line["nll"] for line in lines if line["step"] == step and line["split"] == "validation"), None)
-    return _finite(value), f"it has no finite validation NLL at step {step}."
+    value = next((line["nll"] for line in lines if line["step"] == step and line["split"] == split), None)
+    return _finite(value), f"it has no finite {split} NLL at step {step}."

@@ -1,13 +1,10 @@
-"""What a study is, and the plan that is written and hashed before its first step."""
+"""The plan of a study: resolved, written and hashed before its first step, and what may be added to it afterwards."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,45 +12,26 @@ from depthroute.common.config import fingerprint, from_json, to_json
 from depthroute.common.errors import FailureError, RequestError, choose
 from depthroute.common.files import read_json, write_json
 from depthroute.data import TokenDataset
+from depthroute.study.design import Arm as Arm
+from depthroute.study.design import Claim as Claim
+from depthroute.study.design import Reference as Reference
+from depthroute.study.design import Study as Study
 from depthroute.train import RunConfig
 from depthroute.train import resolve as resolve_run
 
-ENDPOINT = "validation NLL at the last milestone"
+FORMAT = 2
 # Arms exist to differ here; anything else a pair differs in must be declared.
 ALWAYS_DIFFERS = ("model.residual",)
 # Pairs that differ in one of these are not pairs: they would not see the same batches in the same order.
 NEVER_DIFFERS = ("data_fingerprint", "train.seed")
 UNHASHED = ("written_at", "hash")
+HISTORY = (*UNHASHED, "extensions")
+# What an extension may make longer, and by what its entries are known; everything else of a plan stays.
+GROWS: dict[str, Callable[[Any], Any]] = {
+    "arms": lambda arm: arm["name"], "seeds": int, "comparisons": tuple, "claims": lambda claim: claim["text"],
+}  # fmt: skip
 
 Cell = tuple[str, int]  # the name of an arm, and a seed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arm:
-    """One variant: what reports call it, and its configuration, whole or as a change to the base."""
-
-    label: str
-    config: RunConfig | Callable[[RunConfig], RunConfig]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Study:
-    """A paired experiment.
-
-    `arms` are in the order in which they are trained and reported; `comparisons` are (arm, parent) by name, the headline first. Every
-    cell is an arm with a seed, evaluated at the `milestones` (steps), the last of which is the endpoint; both replace what the
-    configurations say. Arms may differ in `model.residual`, and in the dotted fields that `differs` declares (`"train.learning_rate"`),
-    a name standing for everything below it.
-    """
-
-    name: str
-    question: str
-    base: RunConfig
-    arms: Mapping[str, Arm]
-    comparisons: tuple[tuple[str, str], ...]
-    seeds: tuple[int, ...]
-    milestones: tuple[int, ...]
-    differs: tuple[str, ...] = ()
 
 
 def plan_of(study: Study, written: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -63,52 +41,77 @@ def plan_of(study: Study, written: Mapping[str, Any] | None = None) -> dict[str,
     fingerprint becomes that of the data.
 
     Raises:
-        RequestError: a comparison of an unknown arm or of an arm with itself, no, repeated or negative seeds, milestones that do not rise
-            within the training steps, an arm name that is no folder name, or a pair that differs where the study does not declare it.
+        RequestError: what `Study.check` refuses, milestones beyond an arm's steps, or a pair that differs where the study does not
+            declare it.
     """
-    _check_names(study)
-    _check_seeds(study.seeds)
+    study.check()
+    configs = {name: study.config_of(name) for name in study.arms}
     data_fingerprint = study.base.data_fingerprint or TokenDataset.open(Path(study.base.data)).fingerprint
     before = {arm["name"]: from_json(RunConfig, arm["config"]) for arm in written["arms"]} if written else {}
-    configs = {name: _resolve_arm(study, name, data_fingerprint, before.get(name)) for name in study.arms}
     plan = {
-        "format": 1,
+        "format": FORMAT,
         "name": study.name,
         "question": study.question,
-        "arms": [{"name": name, "label": study.arms[name].label, "config": to_json(config)} for name, config in configs.items()],
+        "arms": [
+            {
+                "name": name,
+                "label": arm.label,
+                "scale": arm.scale,
+                "factors": dict(arm.factors),
+                "seeds": list(study.seeds_of(name)),
+                "trunk": arm.trunk,
+                "paper": to_json(arm.paper),
+                "config": to_json(_resolved(configs[name], data_fingerprint, before.get(name))),
+            }
+            for name, arm in study.arms.items()
+        ],
         "comparisons": [list(pair) for pair in study.comparisons],
         "differs": list(study.differs),
         "seeds": list(study.seeds),
-        "milestones": list(study.milestones),
-        "endpoint": ENDPOINT,
+        "endpoint": study.endpoint,
+        "claims": [to_json(claim) for claim in study.claims],
+        "stopping": study.stopping,
         "data_fingerprint": data_fingerprint,
+        "extensions": [],
     }
     check_matched(plan)
     return plan
 
 
-def write_plan(study: Study, directory: Path) -> dict[str, Any]:
+def write_plan(study: Study, directory: Path, *, extend: bool = False) -> dict[str, Any]:
     """Write `directory/plan.json` with its hash, or find the same plan there; return the plan that is there now.
+
+    With `extend`, a study that holds everything of the plan that is there, and more arms, seeds, comparisons or claims, is added to it.
+    What is added is written down with the time, the plan's hash before, and how many cells had a result by then: it was decided by
+    somebody who could have seen them, so reports call it post hoc.
 
     Raises:
         RequestError: the study is refused (see `plan_of`), or the directory holds another plan, or runs without one.
         FailureError: the plan that is there was changed after it was written.
     """
     path = directory / "plan.json"
+    now = datetime.now(UTC).isoformat(timespec="seconds")
     if path.exists():
         written = read_plan(directory)
-        there, here = ({k: v for k, v in plan.items() if k not in UNHASHED} for plan in (written, plan_of(study, written)))
-        for name, old, new in differences(there, here):
-            if not name.endswith("].config.data"):  # where the data lies is not what it is; the fingerprint says that
-                raise RequestError(
-                    f"{path} holds another plan: {name} is {old} there and {new} here. "
-                    "Choose another folder, or run the plan that is there."
-                )
-        return written
-    if (directory / "runs").exists():
-        raise RequestError(f"{directory} holds runs but no plan.json; a plan comes before its runs. Choose another folder.")
-    plan = plan_of(study)
-    plan |= {"written_at": datetime.now(UTC).isoformat(timespec="seconds"), "hash": fingerprint(plan)}
+        plan = plan_of(study, written)
+        grown, added = _with_additions(written, plan)
+        changed = next(_changes(written, grown if extend else plan, growing=extend), None)
+        if changed is not None:
+            name, old, new = changed
+            grows = not extend and next(_changes(written, grown, growing=True), None) is None
+            what_then = "Add to the plan that is there with --extend" if grows else "Run the plan that is there"
+            raise RequestError(f"{path} holds another plan: {name} is {old} there and {new} here. {what_then}, or choose another folder.")
+        if not any(added.values()):
+            return written
+        plan = grown
+        complete = sum((run_folder(directory, *cell) / "result.json").exists() for cell in cells(written))
+        entry = {"written_at": now, **added, "complete_cells": complete, "previous_hash": written["hash"]}
+        plan |= {"extensions": [*written["extensions"], entry], "written_at": written["written_at"]}
+    else:
+        if (directory / "runs").exists():
+            raise RequestError(f"{directory} holds runs but no plan.json; a plan comes before its runs. Choose another folder.")
+        plan = plan_of(study) | {"written_at": now}
+    plan["hash"] = plan_hash(plan)
     write_json(path, plan)
     return plan
 
@@ -124,11 +127,16 @@ def read_plan(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise RequestError(f"{directory} is not a study folder: it holds no plan.json.")
     plan = read_json(path)
-    if not isinstance(plan, dict) or plan.get("format") != 1:
-        raise RequestError(f"{path} is not a plan of format 1, the one this version of depthroute reads.")
-    if fingerprint({name: value for name, value in plan.items() if name not in UNHASHED}) != plan.get("hash"):
+    if not isinstance(plan, dict) or plan.get("format") != FORMAT:
+        raise RequestError(f"{path} is not a plan of format {FORMAT}, the one this version of depthroute reads.")
+    if plan_hash(plan) != plan.get("hash"):
         raise FailureError(f"{path} was changed after it was written: its hash does not fit. Put it back, or plan a new study elsewhere.")
     return plan
+
+
+def plan_hash(plan: Mapping[str, Any]) -> str:
+    """SHA-256 of everything in a plan but when it was written."""
+    return fingerprint({name: value for name, value in plan.items() if name not in UNHASHED})
 
 
 def cells(plan: Mapping[str, Any]) -> list[Cell]:
@@ -136,7 +144,30 @@ def cells(plan: Mapping[str, Any]) -> list[Cell]:
 
     A study that is stopped then holds complete pairs, and a machine that slows down slows every arm.
     """
-    return [(arm["name"], seed) for seed in plan["seeds"] for arm in plan["arms"]]
+    return [(arm["name"], seed) for seed in plan["seeds"] for arm in plan["arms"] if seed in arm["seeds"]]
+
+
+def arm_entry(plan: Mapping[str, Any], arm: str) -> dict[str, Any]:
+    """What a plan says of one arm.
+
+    Raises:
+        RequestError: the plan holds no such arm.
+    """
+    entries: dict[str, dict[str, Any]] = {entry["name"]: entry for entry in plan["arms"]}
+    if arm not in entries:
+        raise RequestError(choose("arm", arm, entries))
+    return entries[arm]
+
+
+def milestones(plan: Mapping[str, Any], arm: str) -> list[int]:
+    """The steps at which an arm is evaluated; the last one is its last step."""
+    found: list[int] = arm_entry(plan, arm)["config"]["train"]["milestones"]
+    return found
+
+
+def common_milestones(plan: Mapping[str, Any], arm: str, parent: str) -> list[int]:
+    """The steps at which both arms of a pair are evaluated; the last one is where they are compared."""
+    return [step for step in milestones(plan, arm) if step in milestones(plan, parent)]
 
 
 def cell_config(plan: Mapping[str, Any], arm: str, seed: int) -> RunConfig:
@@ -145,12 +176,10 @@ def cell_config(plan: Mapping[str, Any], arm: str, seed: int) -> RunConfig:
     Raises:
         RequestError: the plan holds no such cell.
     """
-    configs = {entry["name"]: entry["config"] for entry in plan["arms"]}
-    if arm not in configs:
-        raise RequestError(choose("arm", arm, configs))
-    if seed not in plan["seeds"]:
-        raise RequestError(f"seed {seed} is not in the plan, which has {', '.join(map(str, plan['seeds']))}.")
-    config = from_json(RunConfig, configs[arm])
+    entry = arm_entry(plan, arm)
+    if seed not in entry["seeds"]:
+        raise RequestError(f"seed {seed} is not in the plan, which has {', '.join(map(str, entry['seeds']))}.")
+    config = from_json(RunConfig, entry["config"])
     return dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
 
 
@@ -166,6 +195,12 @@ def check_matched(plan: Mapping[str, Any]) -> None:
         RequestError: the first undeclared field, with both values.
     """
     configs = {arm["name"]: arm["config"] for arm in plan["arms"]}
+    for arm, parent in plan["comparisons"]:
+        if not common_milestones(plan, arm, parent):
+            raise RequestError(
+                f"{arm} and {parent} have no milestone in common, so they cannot be compared: "
+                f"{milestones(plan, arm)} and {milestones(plan, parent)}."
+            )
     allowed = (*ALWAYS_DIFFERS, *plan["differs"])
     for arm, parent in plan["comparisons"]:
         for name, left, right in differences(configs[arm], configs[parent]):
@@ -205,40 +240,31 @@ def _within(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith((f"{prefix}.", f"{prefix}["))
 
 
-def _resolve_arm(study: Study, name: str, data_fingerprint: str, before: RunConfig | None) -> RunConfig:
-    given = study.arms[name].config
-    config = given if isinstance(given, RunConfig) else given(study.base)
-    steps = config.train.steps
-    rising = all(left < right for left, right in pairwise(study.milestones))
-    if not study.milestones or not rising or study.milestones[0] < 1 or study.milestones[-1] > steps:
-        raise RequestError(f"milestones = {study.milestones} are not allowed; they rise within the {steps} steps that {name} trains.")
-    config = dataclasses.replace(
-        config,
-        train=dataclasses.replace(config.train, milestones=study.milestones),
-        data_fingerprint=config.data_fingerprint or data_fingerprint,
-    )
-    return resolve_run(config, before)
+def _resolved(config: RunConfig, data_fingerprint: str, before: RunConfig | None) -> RunConfig:
+    return resolve_run(dataclasses.replace(config, data_fingerprint=config.data_fingerprint or data_fingerprint), before)
 
 
-def _check_names(study: Study) -> None:
-    for name in study.arms:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            raise RequestError(f"arm name {name!r} is not allowed; it names a folder: letters, digits, '.', '_' and '-'.")
-    if not study.comparisons:
-        raise RequestError("comparisons is empty; a study compares at least one arm with a parent.")
-    for pair in study.comparisons:
-        for name in pair:
-            if name not in study.arms:
-                raise RequestError(f"comparisons: {choose('arm', name, study.arms)}")
-        if pair[0] == pair[1]:
-            raise RequestError(f"comparisons: {pair[0]!r} cannot be its own parent.")
+def _with_additions(there: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """`here` in the order of `there` with what is new at the end and the name and question of old; and what is new."""
+    merged = {**here, "name": there["name"], "question": there["question"]}
+    added: dict[str, list[Any]] = {}
+    for name, key in GROWS.items():
+        old, new = ({key(entry): entry for entry in plan[name]} for plan in (there, here))
+        merged[name] = [new.get(entry, there_entry) for entry, there_entry in old.items() if entry in new]
+        merged[name] += [entry for found, entry in new.items() if found not in old]
+        added[name] = [list(found) if isinstance(found, tuple) else found for found in new if found not in old]
+    return merged, added
 
 
-def _check_seeds(seeds: tuple[int, ...]) -> None:
-    if not seeds:
-        raise RequestError("seeds is empty; give at least one.")
-    for seed in seeds:
-        if seed < 0:
-            raise RequestError(f"seeds holds {seed}; a seed is 0 or more.")
-        if seeds.count(seed) > 1:
-            raise RequestError(f"seeds holds {seed} more than once; every pair needs a seed of its own.")
+def _changes(there: Mapping[str, Any], here: Mapping[str, Any], *, growing: bool) -> Iterator[tuple[str, str, str]]:
+    """Where two plans differ beside their history. `growing` overlooks what `here` has at the end in addition."""
+    left, right = ({name: value for name, value in plan.items() if name not in HISTORY} for plan in (there, here))
+    if growing:
+        right |= {name: right[name][: len(left[name])] for name in GROWS}
+        right["arms"] = [
+            {**new, "seeds": [seed for seed in new["seeds"] if seed in old["seeds"]]} if old["name"] == new["name"] else new
+            for old, new in zip(left["arms"], right["arms"], strict=False)
+        ]
+    for name, old, new in differences(left, right):
+        if not name.endswith("].config.data"):  # where the data lies is not what it is; the fingerprint says that
+            yield name, old, new

@@ -26,12 +26,13 @@ def write_run(study: Path, arm: str, seed: int, *, complete: bool = True) -> Non
     folder = study / "runs" / arm / f"seed-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"format": 1, **config}))
-    steps = range(1, plan["milestones"][-1] + 1 if complete else plan["milestones"][0] + 1)
+    milestones = config["train"]["milestones"]
+    steps = range(1, milestones[-1] + 1 if complete else milestones[0] + 1)
     lines = [{"step": step, "tokens": 16 * step, "loss": nll(arm, seed, step), "seconds": 0.1} for step in steps]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     evaluations = [
         {"step": step, "tokens": 16 * step, "split": "validation", "nll": nll(arm, seed, step)}
-        for step in plan["milestones"] if step in steps
+        for step in milestones if step in steps
     ]
     (folder / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evaluations))
     if complete:

@@ -31,7 +31,7 @@ def edit(path: Path, old: str, new: str) -> None:
 def test_whole_cells_become_paired_statistics_at_every_milestone(folder: Path, fake: SimpleNamespace) -> None:
     statistics = write_statistics(folder, {})
     assert statistics == read_json(folder / "statistics.json")
-    assert statistics["endpoint_step"] == 6
+    assert statistics["comparisons"][0]["endpoint_step"] == 6
     assert statistics["missing"] == []
     [comparison] = statistics["comparisons"]
     assert (comparison["arm"], comparison["parent"]) == ("block", "plain")
@@ -64,7 +64,7 @@ def test_a_pair_needs_both_cells(folder: Path) -> None:
 def test_no_pair_is_an_empty_list(study: Study, tmp_path: Path) -> None:
     write_plan(study, tmp_path)
     statistics = write_statistics(tmp_path, {("plain", 7): "the disk is full."})
-    assert statistics["comparisons"] == [{"arm": "block", "parent": "plain", "milestones": []}]
+    assert statistics["comparisons"] == [{"arm": "block", "parent": "plain", "endpoint_step": 6, "milestones": []}]
     assert [entry["reason"] for entry in statistics["missing"]] == ["the disk is full.", "not started.", "not started.", "not started."]
     with pytest.raises(FailureError, match=r"no result: 4 \(plain seed 7, block seed 7, .*The first: the disk is full\."):
         check_complete(statistics)

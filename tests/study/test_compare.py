@@ -125,7 +125,7 @@ def test_a_study_against_its_repetition_elsewhere(study: Study, fake: SimpleName
     moved = dataclasses.replace(moved, arms={"plain": Arm(label="Plain", config=moved.base), "block": study.arms["block"]})
     found = compare(run_all(study, tmp_path / "a", fake), run_all(moved, tmp_path / "b", fake))
     assert found["plan"] == found["config"] == found["notes"] == []
-    assert found["step"] == 6
+    assert [entry["step"] for entry in found["arms"]] == [6, 6]
     assert [(entry["arm"], entry["seeds"], entry["paired"]["differences"]) for entry in found["arms"]] == [
         ("plain", [7, 3], [0.0, 0.0]),
         ("block", [7, 3], [0.0, 0.0]),
@@ -194,11 +194,11 @@ def test_the_gap_is_at_the_last_milestone_of_both(study: Study, fake: SimpleName
     a = run_all(study, tmp_path / "a", fake)
     early = run_all(dataclasses.replace(study, milestones=(3, 5)), tmp_path / "early", fake)
     found = compare(a, early)
-    assert found["step"] == 3 and found["arms"][0]["a"] == [fake.nll("plain", seed, 3) for seed in (7, 3)]
-    assert found["notes"] == ["the endpoints are steps 6 and 5; the gaps are at step 3, the last milestone of both."]
+    assert found["arms"][0]["step"] == 3 and found["arms"][0]["a"] == [fake.nll("plain", seed, 3) for seed in (7, 3)]
+    assert found["notes"] == ["plain, block end at steps 6 and 5; the gaps are at step 3, the last milestone of both."]
     none = run_all(dataclasses.replace(study, milestones=(2, 4)), tmp_path / "none", fake)
     found = compare(a, none)
-    assert found["step"] is None and found["arms"] == [] and "no milestone in common" in found["notes"][0]
+    assert found["arms"] == [] and "no milestone of plain, block in common" in found["notes"][0]
 
 
 def test_a_changed_plan_is_not_compared(study: Study, fake: SimpleNamespace, tmp_path: Path) -> None:
