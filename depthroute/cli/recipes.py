@@ -1,4 +1,4 @@
-"""`depthroute recipes`: the model shapes and training recipes by name."""
+"""`depthroute recipes`: the model shapes, training recipes and studies by name."""
 
 from __future__ import annotations
 
@@ -11,23 +11,28 @@ from depthroute.cli.options import read
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """List the recipes. Every recipe takes --residual and --set overrides where it is used."""
+    """List the recipes of runs (--recipe) and of studies (--study). All take --set overrides where they are used."""
 
     json: bool = False
-    """Print JSON: every recipe with its whole configuration."""
+    """Print JSON: every recipe of a run with its whole configuration, every study with what it is."""
 
 
 def main(arguments: Sequence[str]) -> None:
     options = read(Options, "recipes", arguments)
     from depthroute.common.config import to_json
     from depthroute.recipes import RECIPES
+    from depthroute.recipes.registry import STUDIES
 
     if options.json:
-        whole = {
+        runs = {
             name: {"description": made.description, "model": to_json(made.resolve()), "train": to_json(made.train)}
             for name, made in RECIPES.items()
         }
-        print(json.dumps(whole, indent=2))
+        studies = {name: {"description": made.description} for name, made in STUDIES.items()}
+        print(json.dumps({"runs": runs, "studies": studies}, indent=2))
         return
-    for name, made in RECIPES.items():
-        print(f"{name:<8} {made.description}")
+    width = max(map(len, [*RECIPES, *STUDIES]))
+    for heading, listed in (("runs: --recipe NAME", RECIPES), ("\nstudies: depthroute study OUT --study NAME", STUDIES)):
+        print(heading)
+        for name, described in listed.items():
+            print(f"  {name:<{width}}  {described.description}")

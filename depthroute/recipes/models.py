@@ -5,13 +5,16 @@ A recipe is a function from a residual method to a run; `RECIPES` names them. Th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from depthroute.common.config import override
 from depthroute.common.errors import RequestError, choose
 from depthroute.model import ModelConfig
-from depthroute.residual import AttnResConfig, ResidualConfig, parse_residual
-from depthroute.train import TrainConfig
+from depthroute.residual import AttnResConfig, PreNormConfig, ResidualConfig, parse_residual
+from depthroute.train import RunConfig, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,3 +136,17 @@ def recipe(name: str) -> Recipe:
     if name not in RECIPES:
         raise RequestError(choose("recipe", name, RECIPES))
     return RECIPES[name]
+
+
+def run_of(
+    recipe: Recipe, data: Path, *, vocabulary: int | None = None, residual: str | None = None, settings: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """The run of a recipe on data.
+
+    `vocabulary` is that of the data's tokenizer; None is the recipe's. `residual` is a specification; None is the recipe's method.
+    `settings` are dotted changes (`{"train.steps": "100"}`), checked together with everything else.
+    """
+    plain = RunConfig(model=recipe.model(PreNormConfig()), train=recipe.train, data=str(data))
+    method = parse_residual(residual or recipe.residual, recipe.attnres)
+    changes = {"model.residual": method, "model.vocabulary": vocabulary or plain.model.vocabulary, **(settings or {})}
+    return override(plain, changes)

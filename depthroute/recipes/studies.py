@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
-from depthroute.common.config import override
 from depthroute.common.errors import RequestError, choose
+from depthroute.recipes.arms import boundary
 from depthroute.recipes.models import Recipe
-from depthroute.residual import SPECIFICATIONS, AttnResConfig, PreNormConfig, parse_residual
-from depthroute.study.plan import Arm, Study
+from depthroute.residual import SPECIFICATIONS, AttnResConfig, parse_residual
+from depthroute.study.plan import Arm, Claim, Study
 from depthroute.train import RunConfig
 
 DEFAULT_ARMS = ("prenorm", "block", "rd")
@@ -57,7 +55,14 @@ def matched_study(recipe: Recipe, base: RunConfig, *, arms: tuple[str, ...], see
         comparisons=tuple(comparisons),
         seeds=seeds,
         milestones=tuple(dict.fromkeys((*milestones, steps))),
-    )
+        claims=tuple(
+            Claim(
+                text=f"{made[arm].label} has a lower loss than {made[other].label}", kind="lower", arm=arm, parent=other,
+                boundary=boundary(base, len(seeds)),
+            )
+            for arm, other in comparisons
+        ),
+    )  # fmt: skip
 
 
 def baseline_study(recipe: Recipe, base: RunConfig, *, seeds: tuple[int, ...], methods: tuple[str, ...] = ()) -> Study:
@@ -98,22 +103,9 @@ def baseline_study(recipe: Recipe, base: RunConfig, *, seeds: tuple[int, ...], m
         "stream, at what cost?",
         arms={**named, **checks},
         comparisons=(*parent, *pairs),
+        claims=(),  # a survey: it asks what each method does and says nothing beforehand
         differs=("train.learning_rate",),
     )
-
-
-def run_of(
-    recipe: Recipe, data: Path, *, vocabulary: int | None = None, residual: str | None = None, settings: Mapping[str, Any] | None = None
-) -> RunConfig:
-    """The run of a recipe on data.
-
-    `vocabulary` is that of the data's tokenizer; None is the recipe's. `residual` is a specification; None is the recipe's method.
-    `settings` are dotted changes (`{"train.steps": "100"}`), checked together with everything else.
-    """
-    plain = RunConfig(model=recipe.model(PreNormConfig()), train=recipe.train, data=str(data))
-    method = parse_residual(residual or recipe.residual, recipe.attnres)
-    changes = {"model.residual": method, "model.vocabulary": vocabulary or plain.model.vocabulary, **(settings or {})}
-    return override(plain, changes)
 
 
 def _role_comparisons(arms: Mapping[str, Arm], others: list[str]) -> list[tuple[str, str]]:

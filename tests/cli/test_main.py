@@ -156,7 +156,8 @@ def test_info_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     assert main(["recipes", "--json"]) == 0
     whole = json.loads(capsys.readouterr().out)
-    assert list(whole) == names and whole["rd-m"]["model"]["residual"]["roles"] == "decoupled"
+    assert [*whole["runs"], *whole["studies"]] == names
+    assert whole["runs"]["rd-m"]["model"]["residual"]["roles"] == "decoupled" and "role-decoupled" in whole["studies"]
