@@ -2,7 +2,7 @@
 
 RUN/checkpoints/step-00000500/ holds model.safetensors (every tensor once, tied ones under the first of their names),
 optimizer.safetensors (`parameter.state`) and state.json with the sizes and hashes of both. A checkpoint is written into a temporary
-folder beside its place, synchronised to the disk and renamed; older ones are removed only then.
+folder beside its place, synchronised to the disk and renamed; older ones are removed only then, but for those that a run keeps.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,15 @@ FORMAT = 1
 MODEL, OPTIMISER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 
 
-def save(run: Path, step: int, model: nn.Module, optimiser: torch.optim.Optimizer, state: dict[str, Any]) -> Path:
-    """Write the checkpoint of `step` with `state` (JSON) in it, then remove the older ones.
+def save(
+    run: Path, step: int, model: nn.Module, optimiser: torch.optim.Optimizer, state: dict[str, Any], *, keep: Collection[int] = ()
+) -> Path:
+    """Write the checkpoint of `step` with `state` (JSON) in it, then remove the others, except those of the steps in `keep`.
 
     Raises:
         FailureError: the disk is full, or the folder cannot be written. The previous checkpoint is then untouched.
     """
-    root = run / "checkpoints"
-    target = root / f"step-{step:08d}"
+    root, target = run / "checkpoints", folder(run, step)
     with explain_os_errors(target, "writing"):
         root.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=root, prefix=f".{target.name}."))
@@ -51,8 +53,42 @@ def save(run: Path, step: int, model: nn.Module, optimiser: torch.optim.Optimize
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         _sync_folder(root)
-        _remove_others(root, target)
+        _remove_others({target, *(folder(run, kept) for kept in keep)}, root)
     return target
+
+
+def folder(run: Path, step: int) -> Path:
+    """Where the checkpoint of `step` lies, if there is one."""
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def copy(checkpoints: Collection[Path], run: Path) -> None:
+    """Copy checkpoints into a run that has none, verified, all at once: a kill leaves all of them there or none.
+
+    Raises:
+        FailureError: the disk is full, or a copy is not what was written; the run has no checkpoint then.
+    """
+    root, temporary = run / "checkpoints", run / ".checkpoints"
+    with explain_os_errors(root, "writing"):
+        shutil.rmtree(temporary, ignore_errors=True)  # what a kill left
+        temporary.mkdir()
+        try:
+            for source in checkpoints:
+                target = temporary / source.name
+                target.mkdir()
+                for name in (MODEL, OPTIMISER, STATE):
+                    shutil.copyfile(source / name, target / name)
+                    _sync_file(target / name)
+                verify(target)
+                _sync_folder(target)
+            _sync_folder(temporary)
+            if root.exists():
+                shutil.rmtree(root)  # a kill during the first checkpoint left half of one there
+            temporary.rename(root)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        _sync_folder(run)
 
 
 def latest(run: Path) -> Path | None:
@@ -149,8 +185,7 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
         raise FailureError(f"{path} could not be written: {error}.") from error
     path.chmod(0o644)
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
+    _sync_file(path)
     return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
@@ -177,14 +212,19 @@ def _checkpoints(root: Path) -> list[Path]:
     return sorted(root.glob("step-*")) if root.exists() else []
 
 
-def _remove_others(root: Path, keep: Path) -> None:
+def _remove_others(keep: Collection[Path], root: Path) -> None:
     for path in root.iterdir():
-        if path == keep:
+        if path in keep:
             continue
         if path.name.startswith("step-"):  # hidden first: removing takes time, and a half-removed one must not look whole
             path = path.rename(root / f".{path.name}.removed")
         if path.name.startswith(".step-"):
             shutil.rmtree(path)
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
 def _sync_folder(path: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from depthroute.common.errors import RequestError, choose
 from depthroute.model import ModelConfig
 
 Precision = Literal["auto", "float32", "bf16"]
 Device = Literal["auto", "cpu", "cuda"]
+Schedule = Literal["cosine", "wsd"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +23,16 @@ class TrainConfig:
         sequences: Sequences of `context` tokens in the batch of one step.
         microbatch: Sequences in one forward pass; divides `sequences`. None: all of them. Gradients are summed over microbatches.
         learning_rate: The peak.
+        route_rate: What the learning rate of the residual method's parameters is multiplied by, and with it their weight decay, which
+            AdamW multiplies by the learning rate. Methods without parameters are the same at any value.
         betas, eps, weight_decay: AdamW's. Decay applies to matrices only, never to route queries or gains.
+        schedule: What the learning rate does after the warm-up (`depthroute.train.schedule` has the formulas). "cosine" falls from there to
+            the end; "wsd" stays at the peak, and falls linearly over the last steps. Runs of "wsd" that differ only in `steps` and in how
+            they end are the same until the first of them decays, if their warm-up is given in steps (`depthroute.train.branch`).
         warmup_fraction: Share of the steps that the linear warm-up takes.
-        final_fraction: Share of the peak learning rate that the last step has.
+        warmup_steps: The warm-up in steps. One of the two is given and the other is None.
+        decay_fraction: Share of the steps that the decay of "wsd" takes; 0 stays at the peak to the end. "cosine" has none: None.
+        final_fraction: Share of the peak learning rate that the last step of the decay has.
         gradient_clip: Largest global norm of the gradient. None: no clipping.
         z_loss: Weight of the mean squared log-normaliser in the training loss; the losses written down leave it out.
         precision: Autocast to bf16, or float32. "auto" is bf16 on a GPU or processor (AVX512-BF16, AMX) that multiplies it natively.
@@ -33,18 +41,23 @@ class TrainConfig:
         seed: Initial values and batch order.
         milestones: Steps after which the validation split is evaluated, ascending. The last step always is.
         evaluation_tokens: Validation tokens of one evaluation. None: all of them.
-        checkpoint_every: Steps between checkpoints. 0: only at the end and when interrupted.
+        checkpoint_every: Steps between checkpoints, of which only the newest stays. 0: only at the end and when interrupted.
+        keep_checkpoints: Steps after which a checkpoint is written that stays, ascending.
         threads: CPU threads of this run. None: what torch chooses. Sums are split by threads, so the last bits depend on it.
     """
 
     steps: int
     sequences: int
     learning_rate: float
+    route_rate: float = 1.0
     microbatch: int | None = None
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    warmup_fraction: float = 0.02
+    schedule: Schedule = "cosine"
+    warmup_fraction: float | None = 0.02
+    warmup_steps: int | None = None
+    decay_fraction: float | None = None
     final_fraction: float = 0.1
     gradient_clip: float | None = 1.0
     z_loss: float = 0.0
@@ -54,6 +67,7 @@ class TrainConfig:
     milestones: tuple[int, ...] = ()
     evaluation_tokens: int | None = None
     checkpoint_every: int = 500
+    keep_checkpoints: tuple[int, ...] = ()
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -70,27 +84,68 @@ class TrainConfig:
                 f"{self.microbatch}."
             )
         _number("learning_rate", self.learning_rate, self.learning_rate > 0, "above 0")
+        _number("route_rate", self.route_rate, self.route_rate > 0, "above 0")
         _number("eps", self.eps, self.eps > 0, "above 0")
         _number("weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or above")
         _number("z_loss", self.z_loss, self.z_loss >= 0, "0 or above")
-        _number("warmup_fraction", self.warmup_fraction, 0 <= self.warmup_fraction < 1, "at least 0 and below 1")
         _number("final_fraction", self.final_fraction, 0 <= self.final_fraction <= 1, "from 0 to 1")
         if self.gradient_clip is not None:
             _number("gradient_clip", self.gradient_clip, self.gradient_clip > 0, "above 0, or none")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise RequestError(f"train.betas must be two numbers, each at least 0 and below 1, not {self.betas!r}.")
-        for field, allowed in (("precision", ("auto", "float32", "bf16")), ("device", ("auto", "cpu", "cuda"))):
-            if getattr(self, field) not in allowed:
-                raise RequestError(f"train.{field}: {choose('value', str(getattr(self, field)), allowed)}")
-        self._check_milestones()
+        choices = {"precision": Precision, "device": Device, "schedule": Schedule}
+        for field, literal in choices.items():
+            if getattr(self, field) not in get_args(literal):
+                raise RequestError(f"train.{field}: {choose('value', str(getattr(self, field)), get_args(literal))}")
+        self._check_schedule()
+        self._check_steps("milestones", self.milestones, "evaluate at the end only")
+        self._check_steps("keep_checkpoints", self.keep_checkpoints, "keep the newest only")
 
-    def _check_milestones(self) -> None:
-        for milestone in self.milestones:
-            if not 1 <= milestone <= self.steps:
-                raise RequestError(f"train.milestones must lie between 1 and the {self.steps} steps of the run, not {milestone}; "
-                    "set train.milestones=[] to evaluate at the end only.")
-        if list(self.milestones) != sorted(set(self.milestones)):
-            raise RequestError(f"train.milestones must be ascending and different from each other, not {list(self.milestones)}.")
+    @property
+    def steps_of_warmup(self) -> int:
+        """Steps of the warm-up, however it is given."""
+        if self.warmup_fraction is not None:
+            return round(self.warmup_fraction * self.steps)
+        assert self.warmup_steps is not None
+        return self.warmup_steps
+
+    @property
+    def steps_of_decay(self) -> int:
+        """Steps in which the learning rate falls: with "cosine" all after the warm-up."""
+        return self.steps - self.steps_of_warmup if self.decay_fraction is None else round(self.decay_fraction * self.steps)
+
+    def _check_schedule(self) -> None:
+        if (self.warmup_fraction is None) == (self.warmup_steps is None):
+            raise RequestError(
+                f"train.warmup_fraction = {self.warmup_fraction} and train.warmup_steps = {self.warmup_steps}: give one of the two, and "
+                "none for the other."
+            )
+        if self.warmup_fraction is not None:
+            _number("warmup_fraction", self.warmup_fraction, 0 <= self.warmup_fraction < 1, "at least 0 and below 1, or none")
+        if self.warmup_steps is not None:
+            _whole("warmup_steps", self.warmup_steps, at_least=0, or_none=True)
+        if (self.schedule == "wsd") != (self.decay_fraction is not None):
+            raise RequestError(
+                f"train.decay_fraction = {self.decay_fraction} does not go with train.schedule = {self.schedule!r}: give a share of the "
+                "steps with 'wsd', and none with 'cosine', which falls from the end of the warm-up."
+            )
+        if self.decay_fraction is not None:
+            _number("decay_fraction", self.decay_fraction, 0 <= self.decay_fraction <= 1, "from 0 to 1")
+        warmup, decay = self.steps_of_warmup, self.steps_of_decay if self.schedule == "wsd" else 0
+        if warmup + decay > self.steps:
+            raise RequestError(
+                f"the warm-up of {warmup} steps{f' and the decay of {decay}' if decay else ''} do not fit into train.steps = {self.steps}; "
+                "shorten them, or train for longer."
+            )
+
+    def _check_steps(self, name: str, steps: tuple[int, ...], without: str) -> None:
+        for step in steps:
+            if not 1 <= step <= self.steps:
+                raise RequestError(
+                    f"train.{name} must lie between 1 and the {self.steps} steps of the run, not {step}; set train.{name}=[] to {without}."
+                )
+        if list(steps) != sorted(set(steps)):
+            raise RequestError(f"train.{name} must be ascending and different from each other, not {list(steps)}.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,6 +68,33 @@ def test_only_the_newest_checkpoint_stays(tmp_path: Path, config: Config) -> Non
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
 
 
+def test_checkpoints_to_keep_stay_beside_the_newest(tmp_path: Path, config: Config) -> None:
+    model, optimiser = stepped(config())
+    for step in range(1, 6):
+        checkpoints.save(tmp_path, step, model, optimiser, {}, keep=(2, 4))
+    found = sorted((tmp_path / "checkpoints").iterdir())
+    assert [path.name for path in found] == ["step-00000002", "step-00000004", "step-00000005"]
+    assert [checkpoints.verify(path)["step"] for path in found] == [2, 4, 5]
+
+
+def test_a_run_writes_and_keeps_the_checkpoints_it_is_asked_for(tmp_path: Path, config: Config) -> None:
+    train(config(keep_checkpoints=(4, 6)), tmp_path / "run", console=False)  # 4 is no multiple of checkpoint_every, 6 is
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000004", "step-00000006", "step-00000012"]
+
+
+def test_a_checkpoint_of_before_loads_into_groups_with_another_rate(tmp_path: Path, config: Config) -> None:
+    """States go by the name of the parameter, not by group."""
+    arm = {"residual": parse_residual("rd:2")}
+    model, optimiser = stepped(config(model=arm))
+    path = checkpoints.save(tmp_path, 1, model, optimiser, {})
+    other_model, other = stepped(config(model=arm, route_rate=2.0), seed=1)
+    checkpoints.load(path, other_model, other)
+    for ours, theirs in zip(model.parameters(), other_model.parameters(), strict=True):
+        for key, value in optimiser.state.get(ours, {}).items():
+            assert torch.equal(value, other.state[theirs][key]), key
+    assert [group["rate"] for group in other.param_groups] == [1.0, 1.0, 2.0]
+
+
 def test_tied_tensors_are_saved_once_and_tied_after_loading(tmp_path: Path) -> None:
     model, other = Tied(), Tied()
     model.count += 5

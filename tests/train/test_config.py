@@ -29,7 +29,17 @@ from depthroute.train.devices import resolve_device
         ({"eps": 0.0}, "train.eps must be above 0"),
         ({"weight_decay": -0.1}, "train.weight_decay must be 0 or above"),
         ({"z_loss": -1e-4}, "train.z_loss must be 0 or above"),
-        ({"warmup_fraction": 1.0}, "train.warmup_fraction must be at least 0 and below 1, not 1.0"),
+        ({"route_rate": 0.0}, "train.route_rate must be above 0, not 0.0"),
+        ({"warmup_fraction": 1.0}, "train.warmup_fraction must be at least 0 and below 1, or none, not 1.0"),
+        ({"warmup_steps": 5}, "train.warmup_fraction = 0.02 and train.warmup_steps = 5: give one of the two"),
+        ({"warmup_fraction": None}, "train.warmup_fraction = None and train.warmup_steps = None: give one of the two"),
+        ({"warmup_fraction": None, "warmup_steps": -1}, "train.warmup_steps must be a whole number of at least 0, or none, not -1"),
+        ({"warmup_fraction": None, "warmup_steps": 101}, "the warm-up of 101 steps do not fit into train.steps = 100"),
+        ({"schedule": "wds"}, "perhaps you meant 'wsd'"),
+        ({"schedule": "wsd"}, "train.decay_fraction = None does not go with train.schedule = 'wsd': give a share"),
+        ({"decay_fraction": 0.1}, "train.decay_fraction = 0.1 does not go with train.schedule = 'cosine'"),
+        ({"schedule": "wsd", "decay_fraction": 1.5}, "train.decay_fraction must be from 0 to 1, not 1.5"),
+        ({"schedule": "wsd", "decay_fraction": 1.0}, "the warm-up of 2 steps and the decay of 100 do not fit into train.steps = 100"),
         ({"final_fraction": 1.5}, "train.final_fraction must be from 0 to 1, not 1.5"),
         ({"gradient_clip": 0.0}, "train.gradient_clip must be above 0, or none"),
         ({"betas": (0.9, 1.0)}, "train.betas must be two numbers"),
@@ -41,6 +51,8 @@ from depthroute.train.devices import resolve_device
         ({"milestones": (20, 10)}, "train.milestones must be ascending"),
         ({"milestones": (10, 10)}, "different from each other"),
         ({"evaluation_tokens": 0}, "train.evaluation_tokens must be a whole number of at least 1, or none"),
+        ({"keep_checkpoints": (50, 101)}, "train.keep_checkpoints must lie between 1 and the 100 steps of the run, not 101; set"),
+        ({"keep_checkpoints": (50, 20)}, "train.keep_checkpoints must be ascending"),
         ({"checkpoint_every": -1}, "train.checkpoint_every must be a whole number of at least 0"),
         ({"threads": 0}, "train.threads must be a whole number of at least 1, or none"),
     ],
@@ -52,7 +64,10 @@ def test_a_wrong_value_is_refused_with_what_is_allowed(changes: dict[str, Any], 
 
 
 def test_a_configuration_survives_json(config: Callable[..., RunConfig]) -> None:
-    full = config(milestones=(1, 2), gradient_clip=None, threads=1)
+    full = config(
+        milestones=(1, 2), gradient_clip=None, threads=1, route_rate=2.0, schedule="wsd", warmup_fraction=None, warmup_steps=3,
+        decay_fraction=0.25, keep_checkpoints=(4, 8),
+    )
     assert from_json(RunConfig, json.loads(json.dumps(to_json(full)))) == full
 
 
