@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tyro
 
@@ -25,6 +27,8 @@ class Options:
     """The chance of finding it."""
     one_sided: bool = False
     """Test for a lower loss only."""
+    equivalence: bool = False
+    """Show instead that there is no difference as large as the margin, where there is none at all."""
     json: bool = False
     """Print JSON."""
 
@@ -33,15 +37,25 @@ def main(arguments: Sequence[str]) -> None:
     options = read(Options, "power", arguments)
     from depthroute.common.errors import RequestError
     from depthroute.report.stored import read_study
-    from depthroute.study.power import seeds_needed
+    from depthroute.study.power import seeds_for_equivalence, seeds_needed
 
-    found = {}
+    if options.equivalence and options.one_sided:
+        raise RequestError("--one-sided and --equivalence are different tests; give one of them.")
+    found: dict[str, Any] = {}
+    equal = []
     for comparison in read_study(options.study).comparisons:
         differences = (comparison.endpoint or {}).get("differences", [])
-        if len(differences) > 1:
-            found[comparison.name] = seeds_needed(differences, options.margin, power=options.power, two_sided=not options.one_sided)
+        if len(differences) > 1 and len(set(differences)) == 1:
+            equal.append(comparison.name)
+        elif len(differences) > 1:
+            found[comparison.name] = (
+                seeds_for_equivalence(differences, options.margin, power=options.power) if options.equivalence
+                else seeds_needed(differences, options.margin, power=options.power, two_sided=not options.one_sided)
+            )  # fmt: skip
+    if equal:
+        print(f"without spread, so without a number of seeds: {', '.join(equal)}.", file=sys.stderr)
     if not found:
-        raise RequestError(f"{options.study} has no comparison with two seeds or more; the spread of seeds cannot be known from one.")
+        raise RequestError(f"{options.study} has no comparison with two seeds that differ; the spread of seeds cannot be known from fewer.")
     if options.json:
         print(json.dumps({name: dataclasses.asdict(needed) for name, needed in found.items()}, indent=2))
         return

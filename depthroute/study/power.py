@@ -1,4 +1,4 @@
-"""How many seeds a paired comparison needs, from the spread of a pilot's differences.
+"""How many seeds a paired comparison needs, for a difference or for equivalence, from the spread of a pilot's differences.
 
 The pilot's mean plays no part: powering a study for the effect that a few seeds happened to show promises too much. The effect is a
 margin, the smallest difference worth finding.
@@ -7,7 +7,7 @@ margin, the smallest difference worth finding.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from depthroute.common.errors import RequestError
@@ -18,6 +18,8 @@ POWER = 0.8
 # How sure the cautious number of seeds is of reaching the power, given that the pilot's spread is itself an estimate.
 ASSURANCE = 0.8
 MOST_SEEDS = 100_000
+# Standard deviations of a normal variable; less than 3e-19 of its mass is beyond.
+MASS_REACH = 9.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,22 @@ class SeedsNeeded:
     margin: float
     alpha: float
     two_sided: bool
+    pilot_seeds: int
+    sd: float
+    seeds: int
+    power: float
+    cautious_sd: float
+    cautious_seeds: int
+    cautious_power: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EquivalenceSeeds:
+    """Seeds for a claim of equivalence within a margin, if the true difference is `true`. The other fields are those of `SeedsNeeded`."""
+
+    margin: float
+    true: float
+    alpha: float
     pilot_seeds: int
     sd: float
     seeds: int
@@ -95,21 +113,16 @@ def seeds_needed(
         RequestError: fewer than two pilot seeds, differences without spread or not finite, a margin of zero, a power that is not above
             alpha and below 1, or more than 100,000 seeds needed.
     """
-    sd = standard_deviation(pilot)
-    if sd is None:
-        raise RequestError("a pilot needs at least two seeds, not 1: one difference has no spread.")
-    if sd == 0:
-        raise RequestError("all of the pilot's differences are equal; without spread it cannot say how many seeds are needed.")
     if not (math.isfinite(margin) and margin != 0):
         raise RequestError(f"margin is {margin}; it must be a difference other than zero.")
-    if not 0 < alpha < power < 1:
-        raise RequestError(f"power is {power} and alpha {alpha}; they must satisfy 0 < alpha < power < 1.")
-    from scipy.special import chdtri
+    _check_power(power, alpha)
+    sd, cautious_sd = _spreads(pilot)
 
-    freedom = len(pilot) - 1
-    cautious_sd = sd * math.sqrt(freedom / float(chdtri(freedom, ASSURANCE)))
-    seeds, reached = _fewest(margin, sd, power, alpha, two_sided)
-    cautious_seeds, cautious_reached = _fewest(margin, cautious_sd, power, alpha, two_sided)
+    def reached(seeds: int, spread: float) -> float:
+        return paired_t_power(seeds, margin, spread, alpha=alpha, two_sided=two_sided)
+
+    seeds, found = _fewest(reached, sd, power)
+    cautious_seeds, cautious_found = _fewest(reached, cautious_sd, power)
     return SeedsNeeded(
         margin=margin,
         alpha=alpha,
@@ -117,31 +130,142 @@ def seeds_needed(
         pilot_seeds=len(pilot),
         sd=sd,
         seeds=seeds,
-        power=reached,
+        power=found,
         cautious_sd=cautious_sd,
         cautious_seeds=cautious_seeds,
-        cautious_power=cautious_reached,
+        cautious_power=cautious_found,
     )
 
 
-def _fewest(margin: float, sd: float, power: float, alpha: float, two_sided: bool) -> tuple[int, float]:
-    """Bisection: power rises with the seeds."""
+def equivalence_power(seeds: int, margin: float, sd: float, *, true: float = 0.0, alpha: float = ALPHA) -> float:
+    """The chance that the paired TOST of so many seeds concludes equivalence within `margin`, if the true difference is `true`.
 
-    def reached(seeds: int) -> float:
-        return paired_t_power(seeds, margin, sd, alpha=alpha, two_sided=two_sided)
+    With n seeds, t = t(1 - alpha, n - 1), reach = margin sqrt(n) / sd and shift = true sqrt(n) / sd, the tests conclude it where
+    |z + shift| + t u < reach, z being standard normal and u^2 chi-square over its n - 1 degrees of freedom. So the power is the integral of
+    phi(z) P(chi2 < (n - 1) ((reach - |z + shift|) / t)^2) over |z + shift| < reach. Owen's Q functions give the same. (K. F. Phillips,
+    "Power of the two one-sided tests procedure in bioequivalence", J. Pharmacokinetics and Biopharmaceutics 18, 1990.)
 
+    Args:
+        seeds: pairs, at least 2.
+        margin: in nats per token.
+        sd: standard deviation of the paired differences.
+        true: the true difference; at or beyond the margin the result is the chance of a false claim, at most alpha.
+        alpha: the level of each one-sided test.
+
+    Raises:
+        RequestError: fewer than two seeds, an sd or margin that is not positive and finite, a `true` that is not finite, or an alpha not
+            between 0 and 0.5.
+    """
+    if seeds < 2:
+        raise RequestError(f"seeds is {seeds}; a t test needs at least 2.")
+    for name, value in (("sd", sd), ("margin", margin)):
+        if not (math.isfinite(value) and value > 0):
+            raise RequestError(f"{name} is {value}; it must be positive and finite.")
+    if not math.isfinite(true):
+        raise RequestError(f"true is {true}; it must be finite.")
+    if not 0 < alpha < 0.5:
+        raise RequestError(f"alpha is {alpha}; it must lie between 0 and 0.5.")
+    from scipy.integrate import quad
+    from scipy.special import chdtr, stdtrit
+
+    freedom = seeds - 1
+    critical = float(stdtrit(freedom, 1 - alpha))
+    reach, shift = margin * math.sqrt(seeds) / sd, true * math.sqrt(seeds) / sd
+
+    def density(z: float) -> float:
+        room = max(0.0, reach - abs(z + shift))
+        return math.exp(-z * z / 2) / math.sqrt(2 * math.pi) * float(chdtr(freedom, freedom * (room / critical) ** 2))
+
+    low, high = max(-MASS_REACH, -reach - shift), min(MASS_REACH, reach - shift)
+    if low >= high:
+        return 0.0
+    # The kink of |z + shift|, and on both sides of it the step of the chi-square part (`_noncentral_upper_tail`).
+    width = critical / math.sqrt(2 * freedom)
+    steps = [reach - critical + times * width for times in (-6, -2, 0, 2, 6)]
+    points = [point for point in (-shift, *(sign * step - shift for step in steps if step > 0 for sign in (-1, 1))) if low < point < high]
+    return min(1.0, float(quad(density, low, high, points=points or None, epsabs=1e-12, epsrel=1e-10, limit=200)[0]))
+
+
+def seeds_for_equivalence(
+    pilot: Sequence[float], margin: float, *, true: float = 0.0, power: float = POWER, alpha: float = ALPHA
+) -> EquivalenceSeeds:
+    """The fewest seeds whose paired TOST concludes equivalence with chance `power`, if the true difference is `true`.
+
+    A true difference of exactly zero is the easiest case: half a margin off, almost three times as many seeds are needed. The cautious sd
+    is that of `seeds_needed`.
+
+    Args:
+        pilot: paired differences, arm minus parent in nats per token, one per seed. They say how far seeds spread, nothing else.
+        margin: the largest difference that would not matter, in nats per token, as given to `equivalence`.
+        true: the true difference, inside the margin.
+        power: the chance of concluding equivalence.
+        alpha: the level of each one-sided test.
+
+    Raises:
+        RequestError: fewer than two pilot seeds, differences without spread or not finite, a margin that is not positive, a true difference
+            not inside it, a power that is not above alpha and below 1, or more than 100,000 seeds needed.
+    """
+    if not (math.isfinite(margin) and margin > 0):
+        raise RequestError(f"margin is {margin}; it must be positive, in nats per token.")
+    if not abs(true) < margin:
+        raise RequestError(f"true is {true}; arms that differ by the margin ({margin}) or more are not equivalent, so no seeds show that.")
+    _check_power(power, alpha)
+    sd, cautious_sd = _spreads(pilot)
+
+    def reached(seeds: int, spread: float) -> float:
+        return equivalence_power(seeds, margin, spread, true=true, alpha=alpha)
+
+    seeds, found = _fewest(reached, sd, power)
+    cautious_seeds, cautious_found = _fewest(reached, cautious_sd, power)
+    return EquivalenceSeeds(
+        margin=margin,
+        true=true,
+        alpha=alpha,
+        pilot_seeds=len(pilot),
+        sd=sd,
+        seeds=seeds,
+        power=found,
+        cautious_sd=cautious_sd,
+        cautious_seeds=cautious_seeds,
+        cautious_power=cautious_found,
+    )
+
+
+def _check_power(power: float, alpha: float) -> None:
+    if not 0 < alpha < power < 1:
+        raise RequestError(f"power is {power} and alpha {alpha}; they must satisfy 0 < alpha < power < 1.")
+
+
+def _spreads(pilot: Sequence[float]) -> tuple[float, float]:
+    """The pilot's sd and its upper confidence bound."""
+    sd = standard_deviation(pilot)
+    if sd is None:
+        raise RequestError("a pilot needs at least two seeds, not 1: one difference has no spread.")
+    if sd == 0:
+        raise RequestError("all of the pilot's differences are equal; without spread it cannot say how many seeds are needed.")
+    from scipy.special import chdtri
+
+    freedom = len(pilot) - 1
+    return sd, sd * math.sqrt(freedom / float(chdtri(freedom, ASSURANCE)))
+
+
+def _fewest(reached: Callable[[int, float], float], sd: float, power: float) -> tuple[int, float]:
+    """Bisection: the chance reached with a number of seeds and an sd rises with the seeds.
+
+    That of equivalence first falls from two seeds on where the sd is large, but only below alpha, and a power is above alpha.
+    """
     few, enough = 1, 2
-    while reached(enough) < power:
+    while reached(enough, sd) < power:
         few, enough = enough, 2 * enough
         if few >= MOST_SEEDS:
-            raise RequestError(f"a margin of {margin} needs more than {MOST_SEEDS} seeds where the sd is {sd:.3g}; state a larger margin.")
+            raise RequestError(f"this margin needs more than {MOST_SEEDS} seeds where the sd is {sd:.3g}; state a larger margin.")
     while enough - few > 1:
         middle = (few + enough) // 2
-        if reached(middle) < power:
+        if reached(middle, sd) < power:
             few = middle
         else:
             enough = middle
-    return enough, reached(enough)
+    return enough, reached(enough, sd)
 
 
 def _noncentral_upper_tail(critical: float, freedom: int, shift: float) -> float:
@@ -155,11 +279,10 @@ def _noncentral_upper_tail(critical: float, freedom: int, shift: float) -> float
     def density(z: float) -> float:
         return math.exp(-z * z / 2) / math.sqrt(2 * math.pi) * float(chdtr(freedom, freedom * ((z + shift) / critical) ** 2))
 
-    reach = 9.0  # standard deviations; less than 3e-19 of the mass is beyond
-    low = max(-reach, -shift)
-    if low >= reach:
+    low = max(-MASS_REACH, -shift)
+    if low >= MASS_REACH:
         return 0.0
     # With many degrees of freedom the chi-square part is a steep step, which the integration would not see by itself.
     width = critical / math.sqrt(2 * freedom)
-    points = [point for point in (critical - shift + times * width for times in (-6, -2, 0, 2, 6)) if low < point < reach]
-    return float(quad(density, low, reach, points=points or None, epsabs=1e-12, epsrel=1e-10, limit=200)[0])
+    points = [point for point in (critical - shift + times * width for times in (-6, -2, 0, 2, 6)) if low < point < MASS_REACH]
+    return float(quad(density, low, MASS_REACH, points=points or None, epsabs=1e-12, epsrel=1e-10, limit=200)[0])
