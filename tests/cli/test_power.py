@@ -43,7 +43,7 @@ def test_in_words(pilot: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_one_seed_knows_no_spread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study = runpy.run_path(str(SYNTHETIC))["write_study"](tmp_path, seeds=(0,))
     assert main(["power", str(study), "--margin", "0.01"]) == 2
-    assert "no comparison with two seeds or more" in capsys.readouterr().err
+    assert "no comparison with two seeds that differ" in capsys.readouterr().err
     assert main(["power", str(study), "--margin", "0"]) == 2
 
 
