@@ -20,7 +20,8 @@ class Options:
     out: tyro.conf.Positional[Path]
     """The folder of the shards."""
     source: str = "docstrings"
-    """`docstrings` (the documentation of the installed Python packages), or a parquet, JSONL(.gz) or text file, or a folder of them."""
+    """`docstrings` (the documentation of the installed Python packages), `multi-hop` (synthetic facts, and questions that take a known
+    number of look-ups), or a parquet, JSONL(.gz) or text file, or a folder of them."""
     text_column: str = "text"
     """The column or key that holds the text."""
     id_column: str | None = None
@@ -35,6 +36,18 @@ class Options:
     """Share of the documents set aside and not used."""
     salt: str = "depthroute"
     """Another salt gives another split."""
+    entities: int | None = None
+    """Of multi-hop: entities in a document, on one cycle. Default: 8."""
+    hops: int | None = None
+    """Of multi-hop: the most look-ups that a question takes. Default: 4."""
+    queries: int | None = None
+    """Of multi-hop: questions in a document. Default: 12."""
+    statements: int | None = None
+    """Of multi-hop: how often a document states its facts before it asks. Default: 2."""
+    documents: int | None = None
+    """Of multi-hop: documents in all. Default: 40000."""
+    seed: int | None = None
+    """Of multi-hop: another seed gives other documents. Default: 0."""
     json: bool = False
     """Print the manifest's facts as JSON."""
 
@@ -42,8 +55,11 @@ class Options:
 def main(arguments: Sequence[str]) -> None:
     options = read(Options, "data", arguments)
     from depthroute.cli.facts import data_facts
-    from depthroute.data import PrepareConfig, prepare
+    from depthroute.data import MULTI_HOP, MultiHopConfig, PrepareConfig, prepare
 
-    fields = {field.name: getattr(options, field.name) for field in dataclasses.fields(PrepareConfig)}
-    prepare(PrepareConfig(**fields), options.out, report=lambda line: print(line, file=sys.stderr))
+    names = [field.name for field in dataclasses.fields(MultiHopConfig)]
+    made = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    fields = {field.name: getattr(options, field.name) for field in dataclasses.fields(PrepareConfig) if field.name != "multi_hop"}
+    multi_hop = MultiHopConfig(**made) if options.source == MULTI_HOP or made else None
+    prepare(PrepareConfig(**fields, multi_hop=multi_hop), options.out, report=lambda line: print(line, file=sys.stderr))
     show(data_facts(options.out), options.json)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from depthroute.data.batches import BatchOrder, TokenDataset, evaluation_windows
 from depthroute.data.corpus import ContentHash, Corpus, DocstringCorpus, Document, docstring_corpus
-from depthroute.data.manifest import Manifest, PrepareConfig, SplitFacts, read_manifest
+from depthroute.data.manifest import Manifest, Marker, PrepareConfig, SplitFacts, read_manifest
+from depthroute.data.multi_hop import MULTI_HOP, MultiHopConfig, MultiHopCorpus
 from depthroute.data.prepare import open_corpus, prepare
 from depthroute.data.readers import FileCorpus
 from depthroute.data.split import SPLITS, DocumentSplit, Split, document_hash
@@ -13,6 +14,7 @@ from depthroute.data.tokenizer import BOS, EOS, PAD, UNK, TextTokenizer, load_to
 __all__ = [
     "BOS",
     "EOS",
+    "MULTI_HOP",
     "PAD",
     "SPLITS",
     "UNK",
@@ -24,6 +26,9 @@ __all__ = [
     "DocumentSplit",
     "FileCorpus",
     "Manifest",
+    "Marker",
+    "MultiHopConfig",
+    "MultiHopCorpus",
     "PrepareConfig",
     "Split",
     "SplitFacts",

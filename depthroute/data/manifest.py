@@ -6,12 +6,13 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from depthroute.common.config import from_json, to_json
 from depthroute.common.errors import FailureError, RequestError
 from depthroute.common.files import read_json, write_json
-from depthroute.data.split import Split
+from depthroute.data.multi_hop import MULTI_HOP, MultiHopConfig
+from depthroute.data.split import SPLITS, Split
 from depthroute.data.tokenizer import SMALLEST_VOCABULARY
 
 MANIFEST = "manifest.json"
@@ -30,7 +31,7 @@ class PrepareConfig:
     """
 
     source: str = "docstrings"
-    """`docstrings`, or the path of a file or folder (see `FileCorpus`)."""
+    """`docstrings`, `multi-hop`, or the path of a file or folder (see `FileCorpus`)."""
     text_column: str = "text"
     id_column: str | None = None
     vocabulary: int = 2048
@@ -40,6 +41,8 @@ class PrepareConfig:
     validation_share: float = 0.05
     test_share: float = 0.005
     salt: str = "depthroute"
+    multi_hop: MultiHopConfig | None = None
+    """What the source `multi-hop` makes; None for every other source."""
 
     def __post_init__(self) -> None:
         if not self.source:
@@ -61,6 +64,20 @@ class PrepareConfig:
             )
         if not self.salt or "\0" in self.salt:
             raise RequestError(f"salt cannot be {self.salt!r}; it takes any text that is not empty and has no zero character.")
+        if (self.source == MULTI_HOP) != (self.multi_hop is not None):
+            raise RequestError(
+                f"source {self.source!r} and multi_hop {self.multi_hop!r} do not go together: the source {MULTI_HOP!r} needs a "
+                f"MultiHopConfig, and no other source takes one. (A folder of that name is ./{MULTI_HOP}.)"
+            )
+        given = [name for name, default in _OF_TEXT.items() if getattr(self, name) != default]
+        if self.multi_hop is not None and given:
+            raise RequestError(
+                f"{given[0]} cannot be {getattr(self, given[0])!r} with the source {MULTI_HOP!r}, which has its own tokens; leave it out."
+            )
+
+
+# What a corpus without text files and with a tokenizer of its own has no use for.
+_OF_TEXT = {name: getattr(PrepareConfig, name) for name in ("text_column", "id_column", "vocabulary", "sample_one_in")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +116,35 @@ class Skipped:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFacts:
-    """The hash of `tokenizer.json`, and what the tokenizer was trained on."""
+    """The hash of `tokenizer.json`, and what the tokenizer was trained on: nothing where the corpus brings its own."""
 
     sha256: str
     training_documents: int
     training_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marker:
+    """A slice of the targets that an evaluation reports by itself: those that lie `distance` tokens behind one of `ids`.
+
+    A marker and its target must lie in one window: what stands before a window's first token is not looked at.
+
+    Raises:
+        RequestError: no id, a negative one, a distance below 1, or the name of a split.
+    """
+
+    name: str
+    ids: tuple[int, ...]
+    distance: int = 1
+    """1: the marker is the target's input, the token just before it."""
+
+    def __post_init__(self) -> None:
+        if not self.name or self.name in SPLITS:
+            raise RequestError(f"a marker cannot be called {self.name!r}; it takes any name but that of a split ({', '.join(SPLITS)}).")
+        if not self.ids or min(self.ids) < 0:
+            raise RequestError(f"the marker {self.name!r} cannot have the ids {list(self.ids)}; it takes one or more token ids.")
+        if self.distance < 1:
+            raise RequestError(f"the marker {self.name!r} cannot have the distance {self.distance}; it takes 1 (just before) or more.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,12 +172,27 @@ class Manifest:
     bytes_per_token: float
     """UTF-8 bytes of the training texts over training tokens."""
     files: tuple[FileFacts, ...]
+    markers: tuple[Marker, ...] = ()
+    """The slices of the targets that evaluations report beside the whole split."""
+
+    def __post_init__(self) -> None:
+        names = [marker.name for marker in self.markers]
+        for marker in self.markers:
+            if names.count(marker.name) > 1:
+                raise RequestError(f"the marker {marker.name!r} is there twice; give each a name of its own.")
+            if max(marker.ids) >= self.vocabulary:
+                raise RequestError(
+                    f"the marker {marker.name!r} cannot have the id {max(marker.ids)}; ids are below the vocabulary of {self.vocabulary}."
+                )
 
     @property
     def fingerprint(self) -> str:
-        """The SHA-256 that identifies the tokens: over format, dtype and the name, size and hash of every file. Where the data lie, and
-        what the source was called, is no part of it."""
-        identity = {"format": self.format, "dtype": self.dtype, "files": sorted((f.name, f.bytes, f.sha256) for f in self.files)}
+        """The SHA-256 that identifies the tokens and how they are evaluated: over format, dtype, the name, size and hash of every file,
+        and the markers, where there are some. Where the data lie, and what the source was called, is no part of it."""
+        identity: dict[str, Any] = {"format": self.format, "dtype": self.dtype}
+        identity["files"] = sorted((f.name, f.bytes, f.sha256) for f in self.files)
+        if self.markers:
+            identity["markers"] = [(marker.name, marker.ids, marker.distance) for marker in self.markers]
         return hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode("utf-8")).hexdigest()
 
     def split(self, split: Split) -> SplitFacts:

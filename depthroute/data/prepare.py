@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,12 +21,14 @@ from depthroute.data.manifest import (
     MANIFEST,
     CorpusFacts,
     Manifest,
+    Marker,
     PrepareConfig,
     Skipped,
     Splits,
     TokenizerFacts,
     read_manifest,
 )
+from depthroute.data.multi_hop import ANSWER_DISTANCE, MultiHopCorpus
 from depthroute.data.readers import FileCorpus
 from depthroute.data.shards import ShardWriter, check_files, dtype_for, file_facts
 from depthroute.data.split import HASH_RANGE, SPLITS, DocumentSplit
@@ -77,6 +79,8 @@ def open_corpus(config: PrepareConfig, *, report: Report | None = None) -> Corpu
     Raises:
         RequestError: the source does not exist or is of a kind that cannot be read, or the docstrings are asked for by column.
     """
+    if config.multi_hop is not None:
+        return MultiHopCorpus(config=config.multi_hop)
     if config.source != DOCSTRINGS:
         return FileCorpus(Path(config.source), text_column=config.text_column, id_column=config.id_column)
     if (config.text_column, config.id_column) != ("text", None):
@@ -86,12 +90,12 @@ def open_corpus(config: PrepareConfig, *, report: Report | None = None) -> Corpu
 
 def _existing(config: PrepareConfig, corpus: Corpus, directory: Path, tell: Report) -> Manifest:
     manifest = read_manifest(directory)
-    before, now = to_json(manifest.prepare), to_json(config)
+    before, now = (dict(_fields(to_json(settings))) for settings in (manifest.prepare, config))
     for name in now:
         # The same documents may have moved: the content hash below decides about the source, not its path.
-        if name != "source" and before[name] != now[name]:
+        if name != "source" and before.get(name) != now[name]:
             raise RequestError(
-                f"{directory} was prepared with {name} {before[name]!r}, not {now[name]!r}; give another directory, or delete this one."
+                f"{directory} was prepared with {name} {before.get(name)!r}, not {now[name]!r}; give another directory, or delete this one."
             )
     check_files(directory, manifest, hashes=False)
     stamp = to_json(corpus.stamp())
@@ -115,9 +119,14 @@ def _prepare(config: PrepareConfig, corpus: Corpus, directory: Path, tell: Repor
     split = DocumentSplit(
         validation_share=config.validation_share, test_share=config.test_share, sample_one_in=config.sample_one_in, salt=config.salt
     )
-    tell(f"training a tokenizer of {config.vocabulary} entries on one training document in {config.sample_one_in}")
     first = _FirstPass(config, corpus, split)
-    tokenizer = train_tokenizer(first.sample(), config.vocabulary)
+    if isinstance(corpus, MultiHopCorpus):
+        first.count()
+        slices = corpus.markers().items()
+        tokenizer, markers = corpus.tokenizer(), tuple(Marker(name=name, ids=ids, distance=ANSWER_DISTANCE) for name, ids in slices)
+    else:
+        tell(f"training a tokenizer of {config.vocabulary} entries on one training document in {config.sample_one_in}")
+        tokenizer, markers = train_tokenizer(first.sample(), config.vocabulary), ()
     tokenizer.save(directory / TOKENIZER)
     tell(f"tokenizing {first.documents} documents with {tokenizer.vocabulary} entries")
     with ExitStack() as stack:
@@ -155,6 +164,7 @@ def _prepare(config: PrepareConfig, corpus: Corpus, directory: Path, tell: Repor
         unigram_entropy_nats=_entropy(writers["train"].token_counts),
         bytes_per_token=train.bytes / train.tokens,
         files=(saved, *(facts for name in SPLITS for facts in finished[name][1])),
+        markers=markers,
     )
     manifest.write(directory)
     tell(f"{train.tokens} training and {manifest.splits.validation.tokens} validation tokens")
@@ -163,7 +173,7 @@ def _prepare(config: PrepareConfig, corpus: Corpus, directory: Path, tell: Repor
 
 @dataclass
 class _FirstPass:
-    """Counts and hashes all documents while it hands the tokenizer its sample."""
+    """Counts and hashes all documents, and while it does so hands a tokenizer that is to be trained its sample."""
 
     config: PrepareConfig
     corpus: Corpus
@@ -180,18 +190,31 @@ class _FirstPass:
         return self.counts.total()
 
     def sample(self) -> Iterator[str]:
-        for document in self.corpus.documents(self.skipped):
-            self.content.add(document)
-            self.counts[self.split.split_of(document.id)] += 1
-            self.lowest_hash = min(self.lowest_hash, self.split.split_hash(document.id))
+        for document in self._documents():
             if self.split.trains_tokenizer(document.id):
                 self.sampled_documents += 1
                 self.sampled_bytes += len(document.text.encode("utf-8"))
                 yield document.text
+        # Raised inside the tokenizer's iterator, so before the merges are computed.
+        if self.sampled_documents == 0:
+            raise RequestError(
+                f"none of the {self.counts['train']} training documents of {self.corpus.name} fell into the tokenizer's sample; set "
+                "sample_one_in to 1."
+            )
+
+    def count(self) -> None:
+        """The pass where no tokenizer is trained."""
+        deque(self._documents(), maxlen=0)
+
+    def _documents(self) -> Iterator[Document]:
+        for document in self.corpus.documents(self.skipped):
+            self.content.add(document)
+            self.counts[self.split.split_of(document.id)] += 1
+            self.lowest_hash = min(self.lowest_hash, self.split.split_hash(document.id))
+            yield document
         self._refuse_empty_parts()
 
     def _refuse_empty_parts(self) -> None:
-        """Raised inside the tokenizer's iterator, so before the merges are computed."""
         config, documents, name = self.config, self.documents, self.corpus.name
         if documents == 0:
             left_out = "; ".join(f"{count} {reason}" for reason, count in sorted(self.skipped.items()) if count)
@@ -209,10 +232,6 @@ class _FirstPass:
             )
         if self.counts["train"] == 0:
             raise RequestError(f"none of the {documents} documents of {name} fell into training; lower validation_share and test_share.")
-        if self.sampled_documents == 0:
-            raise RequestError(
-                f"none of the {self.counts['train']} training documents of {name} fell into the tokenizer's sample; set sample_one_in to 1."
-            )
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
@@ -227,6 +246,15 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
             batch, characters = [], 0
     if batch:
         yield batch
+
+
+def _fields(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of a configuration in JSON by their dotted names."""
+    for name, inner in value.items():
+        if isinstance(inner, dict):
+            yield from _fields(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", inner
 
 
 def _entropy(counts: np.ndarray[Any, np.dtype[np.int64]]) -> float:

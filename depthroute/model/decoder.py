@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from depthroute.common.errors import RequestError
 from depthroute.model.config import ModelConfig
 from depthroute.model.layers import Layer, Projection, Rotary, SubLayerOutput, TokenEmbedding
-from depthroute.model.loss import LossSums, cross_entropy_sums, token_nll
+from depthroute.model.loss import LossSums, cross_entropy_sums, likeliest, token_nll
 from depthroute.residual import Memory, RMSNorm, Trace
 
 Observer = Callable[[int, Memory], None]
@@ -80,6 +80,13 @@ class Decoder(nn.Module):
     def token_nll(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Negative log-likelihood of every target, [B, T] in nats, in at least float32."""
         return token_nll(self(tokens).flatten(0, -2), self.head_weight, targets.flatten()).view(targets.shape)
+
+    def token_nll_and_hits(self, tokens: Tensor, targets: Tensor, marked: Tensor) -> tuple[Tensor, Tensor]:
+        """`token_nll` of every target, and whether the targets at `marked` [B, T] (bool) are the likeliest tokens: bool [marked ones]."""
+        hidden = self(tokens).flatten(0, -2)
+        chosen = marked.flatten()
+        hits = likeliest(hidden[chosen], self.head_weight) == targets.flatten()[chosen]
+        return token_nll(hidden, self.head_weight, targets.flatten()).view(targets.shape), hits
 
     @property
     def head_weight(self) -> Tensor:

@@ -49,6 +49,13 @@ def token_nll(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return torch.cat([F.cross_entropy(_logits(h, weight), t, reduction="none") for h, t in chunks])
 
 
+def likeliest(hidden: Tensor, weight: Tensor) -> Tensor:
+    """The token with the largest logit at each of `hidden` [N, D], int64 [N]; the lowest id of equal ones on a CPU."""
+    with torch.no_grad():
+        chunks, _ = _chunks(hidden, hidden[:, 0], weight.shape[0])
+        return torch.cat([_logits(h, weight).argmax(-1) for h in chunks])
+
+
 def _chunks(hidden: Tensor, targets: Tensor, vocabulary: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     size = max(CHUNK_ROWS, CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS_ELSEWHERE) // vocabulary)
     return torch.split(hidden, size), torch.split(targets, size)

@@ -1,5 +1,6 @@
 """Training: initial values, optimiser, schedule, the loop, checkpoints and the run folder."""
 
+from depthroute.train.branch import branch_run, branch_step, shared_steps
 from depthroute.train.config import RunConfig, TrainConfig
 from depthroute.train.evaluation import evaluate
 from depthroute.train.initialise import initialise
@@ -9,11 +10,14 @@ from depthroute.train.run_folder import load_trained, recorded_config, recorded_
 __all__ = [
     "RunConfig",
     "TrainConfig",
+    "branch_run",
+    "branch_step",
     "evaluate",
     "initialise",
     "load_trained",
     "recorded_config",
     "recorded_result",
     "resolve",
+    "shared_steps",
     "train",
 ]

@@ -11,8 +11,8 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,38 +33,45 @@ from depthroute.train.environment import environment
 from depthroute.train.evaluation import evaluate
 from depthroute.train.initialise import initialise
 from depthroute.train.interruption import Interruption
-from depthroute.train.optimiser import adamw
+from depthroute.train.optimiser import adamw, set_learning_rate
 from depthroute.train.run_folder import RunFolder, recorded_config, recorded_result, refuse_other_configuration
-from depthroute.train.schedule import learning_rate_multiplier
+from depthroute.train.schedule import learning_rate
+from depthroute.train.sinks import Sinks, check_sinks
 
 
-def train(config: RunConfig, directory: Path, *, console: bool = True) -> dict[str, Any]:
+def train(config: RunConfig, directory: Path, *, console: bool = True, sinks: Sequence[str] = ()) -> dict[str, Any]:
     """Train `config` in the run folder `directory` and return what its result.json says.
 
     A complete run is not repeated, an unfinished one continues from its last checkpoint. Ctrl-C or SIGTERM finishes the current step,
-    writes a checkpoint and raises KeyboardInterrupt. `console` shows progress on standard output; log.txt gets it either way.
+    writes a checkpoint and raises KeyboardInterrupt. `console` shows progress on standard output; log.txt gets it either way. `sinks`
+    ("tensorboard", "trackio", "wandb") are given the numbers too, those of a complete run as well; one that fails is dropped, and
+    the run goes on.
 
     Raises:
-        RequestError: the folder holds another configuration, or the data is not what the configuration names.
+        RequestError: the folder holds another configuration, the data is not what the configuration names, or a sink is not installed.
         FailureError: a loss that is not finite, a full disk, a truncated checkpoint. The folder can be continued.
         KeyboardInterrupt: it was interrupted; the same call continues.
     """
     directory = Path(directory)
+    sinks = check_sinks(sinks)
     recorded = recorded_config(directory)
     config = resolve(config, recorded)
     refuse_other_configuration(directory, recorded, config)
     result = recorded_result(directory)
     if result is not None:
+        if sinks:
+            with closing(_console(config, directory, config.train.steps, visible=console)) as shown:
+                Sinks(sinks, config, directory, shown.line).close(complete=True)
         return result
     data = TokenDataset.open(Path(config.data))
-    config = _for_data(config, data)
+    config = for_data(config, data)
     folder = RunFolder(directory)
     if config.train.device == "cpu":
         keep_freed_memory()
     with _threads(config.train.threads), Interruption() as interruption:
         facts = environment(config.train.device) | {"data": to_json(data.manifest)}
         with folder.claimed(config, facts):
-            return _Run(config, folder, data, interruption).complete(facts, visible=console)
+            return _Run(config, folder, data, interruption).complete(facts, visible=console, sinks=sinks)
 
 
 def resolve(config: RunConfig, recorded: RunConfig | None = None) -> RunConfig:
@@ -101,6 +108,8 @@ class _Run:
         self.interruption = interruption
         self.training_tokens = data.tokens("train")
         self.validation_tokens = data.tokens("validation")
+        self.validation_boundaries = data.boundaries("validation")
+        self.markers = data.manifest.markers
         evaluation_windows(self.validation_tokens, config.model.context, self.settings.evaluation_tokens)  # refuses too few tokens now
         self.order = BatchOrder(
             number_of_tokens=len(self.training_tokens), context=config.model.context,
@@ -115,14 +124,15 @@ class _Run:
         self.saved: int | None = None
         self.peak_memory = 0
 
-    def complete(self, facts: dict[str, Any], *, visible: bool) -> dict[str, Any]:
+    def complete(self, facts: dict[str, Any], *, visible: bool, sinks: Sequence[str]) -> dict[str, Any]:
         """Continue from the last checkpoint to the last step."""
         self._resume()
-        label = self.folder.path.name
         steps = self.settings.steps
-        console = Console(self.folder.path / "log.txt", label=label, steps=steps, first_step=self.step, visible=visible)
+        console = _console(self.config, self.folder.path, self.step, visible=visible)
+        complete = False
         try:
             self._announce(console, facts)
+            self.folder.sinks = Sinks(sinks, self.config, self.folder.path, console.line)
             self._milestone(console)
             while self.step < steps:
                 if self.interruption.requested:
@@ -130,19 +140,22 @@ class _Run:
                 self._optimise(console)
                 self._milestone(console)
                 every = self.settings.checkpoint_every
-                if (every and self.step % every == 0) or self.step == steps:
+                if (every and self.step % every == 0) or self.step == steps or self.step in self.settings.keep_checkpoints:
                     self._save()
             if self.interruption.requested and not self._evaluated():
                 self._stop(console)
             self._save()
             result = self._result()
             self.folder.write_result(result)
+            complete = True
             console.line(
                 f"complete: validation NLL {result['nll']:.4f}, perplexity {result['perplexity']:.2f}, "
                 f"{result['tokens_per_second']['median']:,.0f} tokens/s, {duration(result['training_seconds'])} of training"
             )
             return result
         finally:
+            if self.folder.sinks is not None:
+                self.folder.sinks.close(complete=complete)
             console.close()
 
     def _resume(self) -> None:
@@ -163,6 +176,8 @@ class _Run:
         if self.step:
             console.line(f"continuing after step {self.step}")
             first = read_json(self.folder.path / "environment.json")
+            if "branched_from" in first:
+                console.line("the first {step} steps are those of {folder}".format(**first["branched_from"]))
             for name in ("processor", "instructions", "threads", "packages", "depth_attention"):
                 if first.get(name) != facts.get(name):
                     console.line(f"{name} was {first.get(name)} and is {facts.get(name)}: the last bits of the losses may differ")
@@ -178,11 +193,8 @@ class _Run:
             self._refuse_step(loss, gradient_norm)
         if settings.gradient_clip is not None and gradient_norm > settings.gradient_clip:
             clip_grads_with_norm_(self.parameters, settings.gradient_clip, norm)
-        rate = settings.learning_rate * learning_rate_multiplier(
-            step, steps=settings.steps, warmup_fraction=settings.warmup_fraction, final_fraction=settings.final_fraction
-        )
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate
+        rate = learning_rate(step, settings)
+        set_learning_rate(self.optimiser, rate)
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
         self.step = step + 1
@@ -198,7 +210,7 @@ class _Run:
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the norm of the gradient is {gradient_norm}"
         raise FailureError(
             f"{what} at step {self.step + 1} of {self.folder.path}; the step was not taken, and the last checkpoint is that of step "
-            f"{self.saved or 0}. Lower train.learning_rate or lengthen train.warmup_fraction, in a new folder."
+            f"{self.saved or 0}. Lower train.learning_rate or lengthen its warm-up, in a new folder."
         )
 
     def _evaluated(self) -> bool:
@@ -213,11 +225,14 @@ class _Run:
         measured = evaluate(
             self.model, self.validation_tokens, context=self.config.model.context, limit_tokens=settings.evaluation_tokens,
             microbatch=settings.microbatch or settings.sequences, device=settings.device, precision=settings.precision,
-            stop=lambda: self.interruption.requested,
+            boundaries=self.validation_boundaries, markers=self.markers, stop=lambda: self.interruption.requested,
         )
         if measured is not None:
-            line = {"step": self.step, "tokens": self.step * self.config.tokens_per_step, "split": "validation", **measured}
-            self.folder.add_evaluation(line)
+            if self.step == settings.steps and measured.documents is not None:
+                measured.documents.write(self.folder.path)  # before the lines, which say that this evaluation is done
+            where = {"step": self.step, "tokens": self.step * self.config.tokens_per_step}
+            self.folder.add_evaluation(*({**where, "split": split, **fields} for split, fields in measured.splits.items()))
+            line = measured.splits["validation"]
             console.line(f"step {self.step}/{settings.steps}  validation NLL {line['nll']:.4f}  perplexity {line['perplexity']:.2f}")
 
     def _save(self) -> None:
@@ -226,7 +241,7 @@ class _Run:
         self.folder.flush(sync=True)
         self._note_memory()
         state = {"tokens": self.step * self.config.tokens_per_step, "peak_memory_bytes": self.peak_memory}
-        checkpoint.save(self.folder.path, self.step, self.model, self.optimiser, state)
+        checkpoint.save(self.folder.path, self.step, self.model, self.optimiser, state, keep=self.settings.keep_checkpoints)
         self.saved = self.step
 
     def _stop(self, console: Console) -> None:
@@ -240,7 +255,7 @@ class _Run:
         self.peak_memory = max(self.peak_memory, peak_memory_bytes(self.settings.device))
 
     def _result(self) -> dict[str, Any]:
-        last = self.folder.evaluations()[-1]
+        last = [line for line in self.folder.evaluations() if line["split"] == "validation"][-1]
         metrics = self.folder.metrics()
         seconds = [line["seconds"] for line in metrics]
         norms = [line["gradient_norm"] for line in metrics]
@@ -264,7 +279,8 @@ class _Run:
         }
 
 
-def _for_data(config: RunConfig, data: TokenDataset) -> RunConfig:
+def for_data(config: RunConfig, data: TokenDataset) -> RunConfig:
+    """`config` with the fingerprint of `data`, which must be the data that it names and fit its model; RequestError otherwise."""
     if data.vocabulary > config.model.vocabulary:
         raise RequestError(
             f"model.vocabulary is {config.model.vocabulary} and the tokenizer of {config.data} has {data.vocabulary} entries; "
@@ -276,6 +292,10 @@ def _for_data(config: RunConfig, data: TokenDataset) -> RunConfig:
             "give the folder of that data, or leave data_fingerprint empty in a new run."
         )
     return dataclasses.replace(config, data_fingerprint=data.fingerprint)
+
+
+def _console(config: RunConfig, path: Path, first_step: int, *, visible: bool) -> Console:
+    return Console(path / "log.txt", label=path.name, steps=config.train.steps, first_step=first_step, visible=visible)
 
 
 @contextmanager

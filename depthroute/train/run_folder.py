@@ -18,6 +18,7 @@ from depthroute.common.files import explain_os_errors, read_json, read_json_line
 from depthroute.model import Decoder
 from depthroute.train import checkpoint
 from depthroute.train.config import RunConfig
+from depthroute.train.sinks import Sinks
 
 FORMAT = 1
 FLUSH_SECONDS = 1.0
@@ -28,6 +29,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.sinks: Sinks | None = None
         self._waiting: list[str] = []
         self._flushed_at = time.perf_counter()
 
@@ -56,7 +58,7 @@ class RunFolder:
                 refuse_other_configuration(self.path, recorded, config)
                 # first of all files: it makes the folder ours, so that a crash right here does not lock us out
                 write_json(self.path / "config.json", {"format": FORMAT, **to_json(config)})
-            if not (self.path / "environment.json").exists():
+            if not (self.path / "environment.json").exists() or checkpoint.latest(self.path) is None:  # none: nothing of before remains
                 write_json(self.path / "environment.json", environment)
             yield
 
@@ -83,10 +85,17 @@ class RunFolder:
         self._waiting.append(json.dumps(line, allow_nan=False) + "\n")
         if time.perf_counter() - self._flushed_at >= FLUSH_SECONDS:
             self.flush()
+        if self.sinks is not None:
+            self.sinks.metrics(line)
 
-    def add_evaluation(self, line: dict[str, Any]) -> None:
+    def add_evaluation(self, *lines: dict[str, Any]) -> None:
+        """Add the lines of one evaluation, all of them or, after a crash, none: a step that has a line is not evaluated again."""
         self.flush()
-        _append(self.path / "evaluations.jsonl", json.dumps(line, allow_nan=False) + "\n", sync=True)
+        path = self.path / "evaluations.jsonl"
+        write_text(path, "".join(json.dumps(line, allow_nan=False) + "\n" for line in (*read_json_lines(path), *lines)))
+        if self.sinks is not None:
+            for line in lines:
+                self.sinks.evaluation(line)
 
     def flush(self, *, sync: bool = False) -> None:
         """Hand the waiting metrics to the system; with `sync`, to the disk (before a checkpoint that says they are there)."""

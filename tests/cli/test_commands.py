@@ -11,7 +11,7 @@ import pytest
 
 from depthroute.cli.data import Options as DataOptions
 from depthroute.cli.main import main
-from depthroute.data import PrepareConfig
+from depthroute.data import MultiHopConfig, PrepareConfig
 from depthroute.residual import SPECIFICATIONS, AttnResConfig, Body, Degenerate, PreNormConfig, parse_residual
 from depthroute.residual.values import ValueResidualConfig
 
@@ -69,8 +69,32 @@ def test_data_is_prepared_once(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_the_options_of_data_are_those_of_its_configuration() -> None:
     options, config = dataclasses.asdict(DataOptions(out=Path())), dataclasses.asdict(PrepareConfig())
+    assert config.pop("multi_hop") is None
     assert {name: options[name] for name in config} == config
-    assert options.keys() - config.keys() == {"out", "json"}
+    of_multi_hop = dataclasses.asdict(MultiHopConfig())
+    assert options.keys() - config.keys() - of_multi_hop.keys() == {"out", "json"}
+    assert {name: options[name] for name in of_multi_hop} == dict.fromkeys(of_multi_hop)
+
+
+def test_data_makes_a_multi_hop_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["data", str(tmp_path / "tokens"), "--source", "multi-hop", "--documents", "100", "--hops", "3", "--json"]
+    assert main(options) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["corpus"] == "multi-hop" and sum(facts[f"{split}_documents"] for split in ("train", "validation", "test")) == 100
+    made = json.loads((tmp_path / "tokens" / "manifest.json").read_text())
+    assert made["prepare"]["multi_hop"] == dataclasses.asdict(MultiHopConfig(documents=100, hops=3))
+    assert main(["data", str(tmp_path / "other"), "--hops", "3"]) == 2
+    assert "source 'docstrings' and multi_hop" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_help_of_data_names_the_defaults_of_the_multi_hop_corpus(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["data", "--help"])
+    words = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for name, default in dataclasses.asdict(MultiHopConfig()).items():
+        after = words[words.index(f"--{name} "):]
+        assert f"Default: {default}." in after[: after.index("(default")], name
 
 
 def test_methods_prints_a_row_for_every_method(capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,8 +145,3 @@ def test_boundaries_of_a_run_are_a_residual_method(trained_run: Path, capsys: py
     assert text.count("| block ends") == 2 and found["residual"] in text
     assert main(["boundaries", str(trained_run), "--blocks", "9"]) == 2
     assert "blocks = 9 is not allowed" in capsys.readouterr().err
-
-
-def test_baselines_and_arms_exclude_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["study", str(tmp_path / "study"), "--baselines", "--arm", "prenorm"]) == 2
-    assert "--baselines is all methods, and --arm names some" in capsys.readouterr().err

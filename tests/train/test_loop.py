@@ -30,7 +30,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_a_run_folder_holds_what_the_documentation_says(tmp_path: Path, config: Config) -> None:
     result = train(config(milestones=(4, 8)), tmp_path, console=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "checkpoints", "config.json", "environment.json", "evaluations.jsonl", "log.txt", "metrics.jsonl", "result.json",
+        "checkpoints", "config.json", "documents.npz", "environment.json", "evaluations.jsonl", "log.txt", "metrics.jsonl", "result.json",
     ]
     metrics, evaluations = lines(tmp_path / "metrics.jsonl"), lines(tmp_path / "evaluations.jsonl")
     assert [set(line) for line in metrics] == [{"step", "tokens", "loss", "learning_rate", "gradient_norm", "seconds"}] * 12
@@ -198,8 +198,9 @@ def test_an_evaluation_is_the_mean_token_loss_of_the_fixed_windows(config: Confi
     expected = torch.nn.functional.cross_entropy(logits, windows[:, 1:].flatten()).item()
     for found in measured.values():
         assert found is not None
-        assert found["nll"] == pytest.approx(expected, rel=1e-6)
-        assert found["evaluated_tokens"] == windows[:, 1:].numel()
+        line = found.splits["validation"]
+        assert line["nll"] == pytest.approx(expected, rel=1e-6)
+        assert line["evaluated_tokens"] == windows[:, 1:].numel()
     assert model.training  # as it was before
 
 
