@@ -13,6 +13,8 @@ from depthroute.common.errors import DepthrouteError, FailureError, choose
 COMMANDS = {
     "study": "train matched arms over seeds and write the report; resumes by itself",
     "train": "train one model in a run folder; resumes by itself",
+    "watch": "a live page of a study on this machine: curves, paired differences, every cell",
+    "status": "where the cells of a study are, while it runs and after",
     "report": "write the report of a study folder again, without training",
     "compare": "where two runs or two studies part: settings, first differing step, loss gap",
     "power": "how many seeds a study needs, from a pilot",

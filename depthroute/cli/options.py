@@ -25,12 +25,17 @@ def read(options: type[Options], command: str, arguments: Sequence[str]) -> Opti
 
 def changes(settings: Sequence[str]) -> dict[str, Any]:
     """`("train.steps=100",)` as the dotted changes that `override` takes."""
+    return pairs("--set", settings, "FIELD=VALUE, such as train.steps=100 or model.width=64")
+
+
+def pairs(option: str, given: Sequence[str], form: str) -> dict[str, Any]:
+    """`("KEY=VALUE", ...)` of an option as a dictionary of texts; `form` is what an error says that it takes."""
     found = {}
-    for setting in settings:
-        field, equals, value = setting.partition("=")
+    for text in given:
+        name, equals, value = text.partition("=")
         if not equals:
-            raise RequestError(f"--set {setting}: it takes FIELD=VALUE, such as train.steps=100 or model.width=64.")
-        found[field.strip()] = value.strip()
+            raise RequestError(f"{option} {text}: it takes {form}.")
+        found[name.strip()] = value.strip()
     return found
 
 

@@ -26,6 +26,8 @@ class Options:
     """NAME[:BLOCK][,FIELD=VALUE...]: prenorm, full, block:8, rd:8, low-rank:8,rank=64, ... Default: the recipe's own."""
     set: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD=VALUE"), tyro.conf.UseAppendAction] = ()
     """Change a field, such as train.steps=100, model.width=64 or train.seed=7."""
+    log: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SINK"), tyro.conf.UseAppendAction] = ()
+    """Also send the numbers to `tensorboard`, `trackio` or `wandb`, each an optional package; docs/watching.md."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -34,5 +36,5 @@ def main(arguments: Sequence[str]) -> None:
     from depthroute.train import train
 
     config = run_from(recipe(options.recipe), options.residual, options.data, options.set)
-    result = train(config, options.out)
+    result = train(config, options.out, sinks=options.log)
     print(f"{options.out}: {result['nll']:.4f} nats per token after {result['tokens']:,} tokens")

@@ -10,6 +10,8 @@ from typing import Any
 from depthroute.common.config import to_json
 from depthroute.common.errors import DepthrouteError, FailureError
 from depthroute.common.files import read_json, read_json_lines, write_json
+from depthroute.study.compute import arm_compute
+from depthroute.study.ledger import ledger
 from depthroute.study.plan import Cell, cell_config, cells, check_matched, common_milestones, differences, milestones, read_plan, run_folder
 from depthroute.study.statistics import paired
 from depthroute.train import RunConfig
@@ -56,7 +58,10 @@ def collect(directory: Path, failures: Mapping[Cell, str]) -> dict[str, Any]:
         }
         for arm, parent in plan["comparisons"]
     ]  # fmt: skip
-    return {"comparisons": comparisons, "missing": missing, "unanalysed": unanalysed}
+    losses = {cell: found[milestones(plan, cell[0])[-1]]["nll"] for cell, found in evaluations.items()}
+    compute = arm_compute(plan)
+    claims = ledger(plan, comparisons, losses, compute)
+    return {"comparisons": comparisons, "claims": claims, "compute": compute, "missing": missing, "unanalysed": unanalysed}
 
 
 def is_complete(directory: Path, plan: Mapping[str, Any], cell: Cell) -> bool:

@@ -16,7 +16,7 @@ from depthroute.study.design import Arm as Arm
 from depthroute.study.design import Claim as Claim
 from depthroute.study.design import Reference as Reference
 from depthroute.study.design import Study as Study
-from depthroute.train import RunConfig
+from depthroute.train import RunConfig, branch_step
 from depthroute.train import resolve as resolve_run
 
 FORMAT = 2
@@ -41,11 +41,17 @@ def plan_of(study: Study, written: Mapping[str, Any] | None = None) -> dict[str,
     fingerprint becomes that of the data.
 
     Raises:
-        RequestError: what `Study.check` refuses, milestones beyond an arm's steps, or a pair that differs where the study does not
-            declare it.
+        RequestError: what `Study.check` refuses, milestones beyond an arm's steps, a trunk that an arm cannot branch from, or a pair that
+            differs where the study does not declare it.
     """
     study.check()
     configs = {name: study.config_of(name) for name in study.arms}
+    for name, arm in study.arms.items():
+        if arm.trunk is not None:
+            try:
+                branch_step(configs[name], configs[arm.trunk])
+            except RequestError as error:  # here, not after hours of training the trunk
+                raise RequestError(f"{name} cannot branch from {arm.trunk}: {error}") from error
     data_fingerprint = study.base.data_fingerprint or TokenDataset.open(Path(study.base.data)).fingerprint
     before = {arm["name"]: from_json(RunConfig, arm["config"]) for arm in written["arms"]} if written else {}
     plan = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from depthroute.common.files import read_json
+from depthroute.study.live import tail_lines
 from depthroute.study.plan import Cell, cells, run_folder
 from depthroute.train.console import duration
 
@@ -93,7 +93,7 @@ class Progress:
         self._bars.refresh()
 
     def _done(self) -> int:
-        return sum(_last_metrics(run_folder(self._directory, *cell))["step"] for cell in self._steps)
+        return sum(last_step(self._directory, cell) for cell in self._steps)
 
     def _start_bars(self) -> None:
         from rich.console import Console
@@ -110,6 +110,11 @@ class Progress:
         self._bars.start()
 
 
+def last_step(directory: Path, cell: Cell) -> int:
+    """The last step that a cell has written down; 0 before the first."""
+    return int(_last_metrics(run_folder(directory, *cell))["step"])
+
+
 def _name(cell: Cell) -> str:
     return f"{cell[0]} seed {cell[1]}"
 
@@ -119,12 +124,5 @@ def _loss(line: Mapping[str, Any]) -> str:
 
 
 def _last_metrics(folder: Path) -> Mapping[str, Any]:
-    """The last whole line of metrics.jsonl without reading the file, which a study looks at twice a second; step 0 without one."""
-    path = folder / "metrics.jsonl"
-    if not path.exists():
-        return {"step": 0}
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 2 * LONGEST_METRICS_LINE))
-        lines = file.read().split(b"\n")[:-1]  # what follows the last line break is not whole yet
-    last: Mapping[str, Any] = json.loads(lines[-1]) if lines else {"step": 0}
-    return last
+    """The last whole line of metrics.jsonl, of which a study that looks twice a second reads the end only; step 0 without one."""
+    return next(reversed(tail_lines(folder / "metrics.jsonl", 2 * LONGEST_METRICS_LINE)), {"step": 0})

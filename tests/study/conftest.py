@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pytest
 
 from depthroute.model import ModelConfig
 from depthroute.residual import AttnResConfig
-from depthroute.study import runner
+from depthroute.study import processes
 from depthroute.study.plan import Arm, Cell, Study
 from depthroute.train import RunConfig, TrainConfig
 
@@ -50,7 +51,7 @@ def fake() -> SimpleNamespace:
 
 @pytest.fixture
 def fake_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    def command(directory: Path, cell: Cell, workers: int) -> list[str]:
+    def command(directory: Path, cell: Cell, workers: int, sinks: Sequence[str] = ()) -> list[str]:
         return [sys.executable, str(FAKE), str(directory), cell[0], str(cell[1])]
 
-    monkeypatch.setattr(runner, "worker_command", command)
+    monkeypatch.setattr(processes, "worker_command", command)
