@@ -18,7 +18,7 @@ class Options:
     study: tyro.conf.Positional[Path]
     """The study folder."""
     export: Path | None = None
-    """Also write every table as CSV and LaTeX, and every figure as SVG with its data as CSV, into this folder."""
+    """Also write every table as CSV and LaTeX, and every figure as SVG and PDF with its data as CSV, into this folder."""
 
 
 def main(arguments: Sequence[str]) -> None:

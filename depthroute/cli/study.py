@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -14,6 +14,7 @@ from depthroute.cli.options import changes, pairs, read
 
 if TYPE_CHECKING:
     from depthroute.data import PrepareConfig
+    from depthroute.study.executors import Executor
     from depthroute.study.plan import Study
 
 
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str]) -> None:
     memory = None if options.memory is None else size_in_bytes(options.memory)
     executor = on_slurm(pairs("--slurm", options.slurm, "KEY=VALUE, such as partition=gpu")) if options.slurm else LocalExecutor
     if options.plan:
-        _say_plan(study, options, memory)
+        _say_plan(study, options, memory, executor)
         return
     statistics = run_study(
         study, options.out, workers=options.workers, cores=options.cores, memory_bytes=memory, executor=executor, sinks=options.log,
@@ -96,13 +97,15 @@ def main(arguments: Sequence[str]) -> None:
     check_complete(statistics)
 
 
-def _say_plan(study: Study, options: Options, memory: int | None) -> None:
+def _say_plan(study: Study, options: Options, memory: int | None, executor: Callable[[Path, int], Executor]) -> None:
     """Write the plan, as a run would, and say what it costs."""
     from depthroute.study.price import price_lines, price_of
     from depthroute.study.runner import plan_study
 
-    plan = plan_study(study, options.out, workers=options.workers, cores=options.cores, memory_bytes=memory, extend=options.extend)
-    print("\n".join(price_lines(price_of(plan, options.out, measure=True))))
+    plan = plan_study(
+        study, options.out, workers=options.workers, cores=options.cores, memory_bytes=memory, executor=executor, extend=options.extend
+    )
+    print("\n".join(price_lines(price_of(plan, options.out, measure=True, workers=options.workers, cores=options.cores))))
     print(f"\nplan: {options.out / 'plan.json'}, hash {plan['hash'][:12]}. The same command without --plan trains it.")
 
 

@@ -69,9 +69,12 @@ def _rows(sites: Sequence[Mapping[str, Any]], role: str) -> list[dict[str, Any]]
 
 def _study_of_one(routing: Mapping[str, Any], label: str) -> StoredStudy:
     """One model as the only run of a study, for the figures that studies have."""
-    arm = Arm(index=2, name="model", label=label, config={})
-    cell = Cell("model", 0, {}, {}, None, [], [], routing, None)
-    return StoredStudy({}, [arm], [0], [], None, None, {("model", 0): cell})
+    arm = Arm(index=2, name="model", label=label, config={}, seeds=[0])
+    cell = Cell(
+        arm="model", seed=0, result={}, environment={}, fingerprint=None, metrics=[], evaluations=[], routing=routing, reason=None,
+        nll=None, folder=None,
+    )  # fmt: skip
+    return StoredStudy(plan={}, arms=[arm], seeds=[0], comparisons=[], claims=[], plan_intact=None, cells={("model", 0): cell})
 
 
 def _without_seeds(caption: str) -> str:

@@ -7,13 +7,15 @@ panel at its natural width.
 from __future__ import annotations
 
 import io
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from depthroute.report.document import Panel
 from depthroute.report.numbers import MINUS
-from depthroute.report.theme import arm_color, color, tidy
+from depthroute.report.theme import arm_color, color, light_colors, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,17 +28,56 @@ TITLE_SIZE, TEXT_SIZE, SMALL_SIZE = 14.0, 12.5, 11.5
 LINE_HEIGHT = 18.0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 DASHES: tuple[Any, ...] = ("-", "-", "-", "-", "-", (0, (5, 2)), (0, (5, 2)), (0, (5, 2)), (0, (2, 1.5)), (0, (2, 1.5)))
+PDF_FONT = 0.88  # the font that comes with Matplotlib is wider than the system fonts a page is laid out for
 CHARACTER_WIDTH = 0.56  # of the font size: what a character of a system sans-serif takes on average, rounded up
 
 
-def draw(name: str, description: str, paint: Callable[[Figure], None], *, width: float = WIDTH, height: float) -> Panel:
+def draw(
+    name: str,
+    description: str,
+    paint: Callable[[Figure], None],
+    *,
+    width: float = WIDTH,
+    height: float,
+    data: Sequence[Sequence[Any]] | None = None,
+) -> Panel:
     """Make a figure of `width` x `height` pixels, let `paint` fill it, and return it as a tidied SVG.
 
-    Nothing outside changes what is drawn: a user's matplotlibrc is set aside, and the salt of the ids is fixed.
+    `paint` may be called again, on a fresh figure. `data` goes with the panel (document.py). Nothing outside changes what is drawn: a
+    user's matplotlibrc is set aside, and the salt of the ids is fixed.
     """
+    buffer = io.StringIO()
+    with _settings():
+        figure = _figure(width, height)
+        paint(figure)
+        figure.savefig(buffer, format="svg", facecolor="none", metadata={"Date": None, "Creator": None})
+    svg = tidy(buffer.getvalue(), name)
+    return Panel(name=name, svg=svg, description=description, width=round(width), height=math.ceil(height), paint=paint, data=data)
+
+
+def pdf(panel: Panel) -> bytes:
+    """A panel as one PDF page in the light palette on a transparent ground, its font embedded and its text as text; no date, so that the
+    same panel gives the same bytes. The page has the panel's size, a CSS pixel to a point."""
+    from matplotlib.text import Text
+
+    buffer = io.BytesIO()
+    with _settings(), light_colors():
+        import matplotlib
+
+        matplotlib.rcParams.update({"text.color": color("ink"), "pdf.fonttype": 42})
+        figure = _figure(panel.width, panel.height)
+        panel.paint(figure)
+        figure.draw_without_rendering()  # tick labels come into being
+        for words in figure.findobj(lambda artist: isinstance(artist, Text)):
+            assert isinstance(words, Text)
+            words.set_fontsize(float(words.get_fontsize()) * PDF_FONT)
+        figure.savefig(buffer, format="pdf", facecolor="none", metadata={"CreationDate": None, "Creator": None, "Producer": None})
+    return buffer.getvalue()
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
     import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
@@ -51,12 +92,16 @@ def draw(name: str, description: str, paint: Callable[[Figure], None], *, width:
                 "path.simplify": False,
             }
         )
-        figure = Figure(figsize=(width / 72, height / 72), dpi=72, facecolor="none")
-        FigureCanvasSVG(figure)
-        paint(figure)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", facecolor="none", metadata={"Date": None, "Creator": None})
-    return Panel(name=name, svg=tidy(buffer.getvalue(), name), description=description, width=round(width))
+        yield
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width / 72, height / 72), dpi=72, facecolor="none")
+    FigureCanvasSVG(figure)
+    return figure
 
 
 def axes(figure: Figure, *, left: float, top: float, right: float = 14.0, bottom: float = 44.0) -> Axes:

@@ -9,17 +9,19 @@ from statistics import median
 from typing import Any
 
 from depthroute.report import facts, numbers
-from depthroute.report.document import Block, Bullets, Paragraph, Table, Text
+from depthroute.report.document import Block, Bullets, Details, Paragraph, Table, Text
 from depthroute.report.numbers import NONE
 from depthroute.report.stored import Arm, Cell, StoredStudy
 
 MATCHED = 0.01  # of the parameters: what differs by more is named
 
 
-def blocks(study: StoredStudy) -> list[Block]:
-    """The table, what it does not compare like with like, and the learning rates that were tried."""
+def blocks(study: StoredStudy, many: int) -> list[Block]:
+    """The table (folded away with more arms than `many`), what it does not compare like with like, and the learning rates that were "
+    "tried."""
     rates = _rates_table(study)
-    found: list[Block] = [_cost_table(study), *_unmatched(study)]
+    table = _cost_table(study)
+    found: list[Block] = [table if len(study.arms) <= many else Details("What every arm costs", [table]), *_unmatched(study, many)]
     return found if rates is None else [*found, _RATES, rates]
 
 
@@ -35,7 +37,7 @@ def _cost_table(study: StoredStudy) -> Table:
         rows.append([
             arm.label,
             parent.label if parent else NONE,
-            numbers.nats(_mean(done, "nll")),
+            numbers.nats(_loss(done)),
             numbers.difference(_difference(study, arm)),
             numbers.count(total),
             numbers.count(added),
@@ -56,7 +58,7 @@ def _cost_table(study: StoredStudy) -> Table:
     )
 
 
-def _unmatched(study: StoredStudy) -> list[Block]:
+def _unmatched(study: StoredStudy, many: int) -> list[Block]:
     """Arms whose size differs from their parent's by more than a hundredth."""
     sentences: list[Text] = []
     for arm in study.arms:
@@ -71,7 +73,8 @@ def _unmatched(study: StoredStudy) -> list[Block]:
     if not sentences:
         return []
     words = "Not matched in size, so that part of the difference may be the size and not the method:"
-    return [Paragraph(words), Bullets(sentences)]
+    bullets = Bullets(sentences)
+    return [Paragraph(words), bullets if len(sentences) <= many else Details(f"{len(sentences)} arms", [bullets])]
 
 
 _RATES = Paragraph(
@@ -93,7 +96,7 @@ def _rates_table(study: StoredStudy) -> Table | None:
     rates = sorted({rate for arms in groups for rate in arms})
     rows = []
     for arms in groups:
-        losses = {rate: _mean(study.complete(arm), "nll") for rate, arm in arms.items()}
+        losses = {rate: _loss(study.complete(arm)) for rate, arm in arms.items()}
         known = {rate: loss for rate, loss in losses.items() if loss is not None}
         best = f"{min(known, key=lambda rate: known[rate]):g}" if known else NONE
         first = min(arms.values(), key=lambda arm: arm.index)
@@ -125,6 +128,10 @@ def _relative(study: StoredStudy, arm: Arm, *path: str) -> str:
 def _mean(done: Sequence[Cell], *path: str) -> float | None:
     values = [_number(cell, *path) for cell in done]
     return numbers.mean([value for value in values if value is not None])
+
+
+def _loss(done: Sequence[Cell]) -> float | None:
+    return numbers.mean([cell.nll for cell in done if cell.nll is not None])
 
 
 def _number(cell: Cell, *path: str) -> float | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from depthroute.report import canvas, numbers
 from depthroute.report.document import FigureBlock, Panel
+from depthroute.report.featured import featured_arms, left_out
 from depthroute.report.stored import Arm, StoredStudy
 from depthroute.report.theme import arm_color, color
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 Line = Sequence[tuple[int, float]]
 PLOT_HEIGHT = 240
-FEW = 4
+FEW, SOME = 4, 6  # arms whose single seeds can still be seen in the training and in the validation loss
 POINTS = 240  # how many points of a training curve are drawn: more than a panel has pixels to show them with
 
 
@@ -33,7 +34,7 @@ class Curves:
 
 def curves_figure(study: StoredStudy, entropy: float | None) -> FigureBlock | None:
     """Training loss (smoothed) and validation loss per arm; the unigram entropy in nats is a reference line where it is known."""
-    cells = [(arm, study.complete(arm)) for arm in study.arms]
+    cells = [(arm, study.complete(arm)) for arm in featured_arms(study)]
     last = max((cell.metrics[-1]["step"] for _, done in cells for cell in done if cell.metrics), default=0)
     window = max(1, last // 50)
     training = [_curves(arm, [smooth([(m["step"], m["loss"]) for m in cell.metrics], window) for cell in done]) for arm, done in cells]
@@ -48,9 +49,12 @@ def curves_figure(study: StoredStudy, entropy: float | None) -> FigureBlock | No
     if not panels:
         return None
     panels.sort(key=lambda panel: panel.name.endswith("late"))
-    crowded = len([arm for arm, done in cells if done]) > FEW
+    drawn_arms = len([arm for arm, done in cells if done])
     caption = "Thick lines are means over the complete seeds, thin lines single seeds"
-    caption += " (left out of the training loss, where they would hide each other). " if crowded else ". "
+    if drawn_arms > SOME:
+        caption = "Lines are means over the complete seeds. "
+    else:
+        caption += " (left out of the training loss, where they would hide each other). " if drawn_arms > FEW else ". "
     caption += f"Training loss is a trailing mean over {numbers.plural(window, 'step')}. "
     if entropy is not None:
         caption += (
@@ -58,6 +62,7 @@ def curves_figure(study: StoredStudy, entropy: float | None) -> FigureBlock | No
             "would reach. "
         )
     caption += "The panels of the second half have vertical axes of their own."
+    caption += left_out(len(cells), len(study.arms), "arms")
     return FigureBlock("Loss curves.", caption, panels)
 
 
@@ -100,7 +105,7 @@ def _panel(name: str, title: str, curves: Sequence[Curves], first: int, last: in
             )
         for c in curves:
             hue = arm_color(c.arm.index)
-            for line in c.seeds if len(c.seeds) > 1 and (markers or len(curves) <= FEW) else ():
+            for line in c.seeds if len(c.seeds) > 1 and len(curves) <= (SOME if markers else FEW) else ():
                 ax.plot(*_from(line, first), color=hue, linewidth=0.8, alpha=0.4)
         for c in curves:
             ax.plot(

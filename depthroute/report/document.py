@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,19 @@ class Table:
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing. `svg` has sentinel colours (theme.py); `description` says in words what it shows; `width` is in CSS pixels."""
+    """One drawing, `width` x `height` CSS pixels. `svg` has sentinel colours (theme.py); `description` says in words what it shows.
+
+    `paint` draws it again on a Matplotlib figure, for another format. `data` is what it shows, one value a row under a head, where the
+    study's files do not hold it in that form.
+    """
 
     name: str
     svg: str
     description: str
     width: int
+    height: int = field(compare=False)
+    paint: Callable[[Any], None] = field(compare=False, repr=False)
+    data: Sequence[Sequence[Any]] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

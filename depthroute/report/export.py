@@ -1,4 +1,4 @@
-"""A report's tables and figures as files for a paper: tables as CSV and LaTeX, figures as SVG with the data they show as CSV."""
+"""A report's tables and figures as files for a paper: tables as CSV and LaTeX, figures as SVG and PDF with the data they show as CSV."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from depthroute.common.errors import RequestError
-from depthroute.common.files import write_text
+from depthroute.common.files import write_bytes, write_text
 from depthroute.report import canvas
 from depthroute.report.content import compose
 from depthroute.report.curve_plots import smooth
 from depthroute.report.document import Block, Details, Document, Table
+from depthroute.report.featured import featured_arms
 from depthroute.report.markdown_page import figure_files
 from depthroute.report.numbers import MINUS, NO_BREAK, NONE
+from depthroute.report.outcome_plots import simultaneous_band
 from depthroute.report.routing_plots import average_sites
-from depthroute.report.stored import StoredStudy, read_study
+from depthroute.report.stored import Comparison, StoredStudy, read_study
 from depthroute.report.theme import standalone
 
 Rows = list[list[Any]]  # the head first
@@ -29,9 +31,9 @@ def export_report(study: Path, folder: Path) -> list[Path]:
     """Write the tables and figures of a study's report into `folder`; return the files, tables first.
 
     `table-N.csv` and `table-N.tex` are the report's Table N, cell by cell as the report prints it. A figure is `NAME.svg`, named as beside
-    report.md, and `NAME.csv` (the same data for `training-whole` and `training-late`: `training.csv`) holds what it shows: exact floats of
-    every seed, and of statistics.json what is drawn. Means over seeds that no file of the study holds are left to the reader. Other files
-    in `folder` are left alone.
+    report.md, and `NAME.pdf`, in light colours with its font embedded. `NAME.csv` (the same data for `training-whole` and `training-late`:
+    `training.csv`) holds what it shows: exact floats of every seed, and of statistics what is drawn. Means over seeds that no file of the
+    study holds are left to the reader where the seeds themselves are there. Other files in `folder` are left alone.
 
     Raises:
         RequestError: `study` is not a study folder, or `folder` is a file.
@@ -42,15 +44,20 @@ def export_report(study: Path, folder: Path) -> list[Path]:
     stored = read_study(study)
     document = compose(stored)
     figures = figure_files(document)
-    files = {}
+    files: dict[str, str | bytes] = {}
     for number, table in enumerate(tables_of(document), start=1):
         files[f"table-{number}.csv"] = csv_text(table_rows(table))
         files[f"table-{number}.tex"] = latex_table(table)
     files |= {name: standalone(panel.svg, panel.description) for name, panel in figures.items()}
+    files |= {f"{panel.name}.pdf": canvas.pdf(panel) for panel in figures.values()}
     shown = {panel.name.removesuffix("-whole") for panel in figures.values()}
     files |= {f"{name}.csv": csv_text(rows) for name, rows in figure_data(stored).items() if name in shown}
-    for name, text in files.items():
-        write_text(folder / name, text)
+    files |= {f"{panel.name}.csv": csv_text(panel.data) for panel in figures.values() if panel.data is not None}
+    for name, content in files.items():
+        if isinstance(content, str):
+            write_text(folder / name, content)
+        else:
+            write_bytes(folder / name, content)
     return [folder / name for name in files]
 
 
@@ -131,7 +138,7 @@ def _latex_row(cells: Sequence[str]) -> str:
 
 def _endpoints(study: StoredStudy) -> Rows:
     cells = [(arm, cell) for arm in study.arms for cell in study.complete(arm)]
-    return [["arm", "seed", "nll"], *([arm.name, cell.seed, float(cell.result["nll"])] for arm, cell in cells if cell.result)]
+    return [["arm", "seed", "nll"], *([arm.name, cell.seed, cell.nll] for arm, cell in cells if cell.nll is not None)]
 
 
 def _differences(study: StoredStudy) -> Rows:
@@ -147,6 +154,7 @@ def _gaps(study: StoredStudy) -> dict[str, Rows]:
         f"gap-{comparison.arm.index}-{comparison.parent.index}": [
             ["step", "quantity", "seed", "nats"],
             *([milestone["step"], *row] for milestone in comparison.milestones for row in _milestone(milestone)),
+            *_simultaneous(comparison),
         ]
         for comparison in study.comparisons
     }
@@ -160,8 +168,13 @@ def _milestone(milestone: Any) -> Rows:
     return differences + [[quantity, "", value] for quantity, value in statistics.items() if value is not None]
 
 
+def _simultaneous(comparison: Comparison) -> Rows:
+    sides = zip(("band_low", "band_high"), simultaneous_band(comparison), strict=False)  # there is none with fewer than three seeds
+    return [[step, quantity, "", value] for quantity, side in sides for step, value in side]
+
+
 def _curves(study: StoredStudy) -> dict[str, Rows]:
-    cells = [(arm, cell) for arm in study.arms for cell in study.complete(arm)]
+    cells = [(arm, cell) for arm in featured_arms(study) for cell in study.complete(arm)]
     last = max((cell.metrics[-1]["step"] for _, cell in cells if cell.metrics), default=0)
     window = max(1, last // 50)  # of curves_figure; the test holds the two together
     head: Rows = [["arm", "seed", "step", "loss"]]

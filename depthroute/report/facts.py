@@ -23,8 +23,8 @@ def manifest(study: StoredStudy) -> Mapping[str, Any]:
     return next((data for data in found if isinstance(data, dict)), {})
 
 
-def setup(study: StoredStudy, data: Mapping[str, Any]) -> list[Block]:
-    """The setting in a list of facts, the arms, and the runs that are missing."""
+def setup(study: StoredStudy, data: Mapping[str, Any], many: int) -> list[Block]:
+    """The setting in a list of facts, the arms (folded away when more than `many`), and the runs that are missing."""
     base = _shared([arm.config for arm in study.arms])
     facts: list[tuple[str, Text]] = [
         ("Corpus", _corpus(data)),
@@ -32,19 +32,21 @@ def setup(study: StoredStudy, data: Mapping[str, Any]) -> list[Block]:
         ("Model", _model(base)),
         ("Training", _training(base)),
         ("Optimiser", _optimiser(base)),
-        ("Seeds", f"{', '.join(map(str, study.seeds))}; initial weights and batch order depend on the seed alone, so a pair shares both"),
+        ("Seeds", f"{_seeds(study)}; initial weights and batch order depend on the seed alone, so a pair shares both"),
         ("Machine", _machine(study)),
         ("Plan", _plan(study)),
+        ("Stopping", str(study.plan.get("stopping") or "")),
     ]
     agreed = _agreed([arm.config for arm in study.arms])
     arms = [[arm.label, arm.name, _settings(arm, agreed)] for arm in study.arms]
     blocks = _warnings(study)
     blocks.append(Facts([(term, text) for term, text in facts if text]))
     caption = "The arms. Every other setting is the same in all arms that have it, and is listed at the end of the report."
-    blocks.append(Table(caption, ["Arm", "Name in the files", "Settings"], [(None, arms, [])], text_columns=3))
+    table = Table(caption, ["Arm", "Name in the files", "Settings"], [(None, arms, [])], text_columns=3)
+    blocks.append(table if len(arms) <= many else Details(f"The {len(arms)} arms", [table]))
     missing = study.missing()
     if missing:
-        rows = [[_label(study, cell.arm), str(cell.seed), str(cell.reason)] for cell in missing]
+        rows = [[_label(study, cell.arm), study.seed_name(cell.seed), str(cell.reason)] for cell in missing]
         caption = "Missing runs, and why. They enter no number of this report."
         blocks.append(Table(caption, ["Arm", "Seed", "Reason"], [(None, rows, [])], text_columns=3))
     return blocks
@@ -185,7 +187,19 @@ def _plan(study: StoredStudy) -> Text:
         parts.append(f"written {when}, before the first step; ")
     if study.plan.get("hash"):
         parts += ["SHA-256 ", Code(str(study.plan["hash"])[:HASH_DIGITS]), "…, verified" if study.plan_intact else "…"]
+    for extension in study.plan["extensions"]:
+        fields = [field for field in ("arms", "seeds", "comparisons", "claims") if extension[field]]
+        what = [numbers.plural(len(extension[field]), field.removesuffix("s")) for field in fields]
+        when = str(extension["written_at"]).replace("T", " ").replace("+00:00", f"{NO_BREAK}UTC")
+        seen = numbers.plural(extension["complete_cells"], "run")
+        parts.append(f"; extended {when} by {numbers.listed(what)}, with {seen} complete by then: post hoc")
     return parts
+
+
+def _seeds(study: StoredStudy) -> str:
+    words = ", ".join(map(study.seed_name, study.seeds))
+    fewer = sum(len(arm.seeds) < len(study.seeds) for arm in study.arms)
+    return words + (f"; {numbers.plural(fewer, 'arm')} of {len(study.arms)} with some of them" if fewer else "")
 
 
 def _settings(arm: Arm, agreed: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from depthroute.report import numbers
@@ -22,7 +22,7 @@ def verdict(study: StoredStudy) -> Text:
         return [Strong(f"No verdict yet: no seed has finished both {arm} and {parent}."), " What is there so far is reported below."]
     mean, seeds = end["mean"], numbers.plural(len(end["seeds"]), "paired seed")
     size = f"{numbers.nats(abs(mean))}{NO_BREAK}nats {'lower' if mean < 0 else 'higher'}" if mean else "no different"
-    after = f" after {study.endpoint_step:,} steps" if study.endpoint_step else ""
+    after = f" after {headline.endpoint_step:,} steps" if headline.endpoint_step else ""
     change = numbers.percent(-end["mean_relative_perplexity_reduction"])
     parts: list[Inline] = [f"The validation loss of {arm} is ", Strong(size), f" {'than' if mean else 'from'} that of {parent}{after}"]
     if end["t_interval"] is None:
@@ -37,6 +37,8 @@ def verdict(study: StoredStudy) -> Text:
         parts += [Strong("The interval excludes zero"), f": here, {arm} is {'better' if mean < 0 else 'worse'} than {parent}."]
     else:
         parts.append(Strong("The interval includes zero: this study cannot tell the two apart."))
+    if headline.claim is not None:
+        parts += [f" The claim \u201c{headline.claim['text']}\u201d is ", Strong(headline.claim["verdict"]), "."]
     return parts
 
 
@@ -67,6 +69,7 @@ def lead_blocks(study: StoredStudy) -> list[Block]:
 def other_comparisons(study: StoredStudy, few: int) -> Block:
     """The comparisons after the first: a sentence for each, or with more than `few` in all, how many of them say something."""
     others = study.comparisons[1:]
+    late = sum(comparison.post_hoc for comparison in others)
     if len(study.comparisons) <= few:
         return Bullets([_sentence(comparison) for comparison in others])
     decided = [c.endpoint["mean"] for c in others if c.endpoint is not None and c.endpoint["t_interval"] and _excludes_zero(c.endpoint)]
@@ -74,6 +77,7 @@ def other_comparisons(study: StoredStudy, few: int) -> Block:
     return Paragraph(
         f"Besides the headline there are {numbers.plural(len(others), 'comparison')}. In {below} of them the interval lies below zero (the "
         f"arm is better), in {above} above it (worse), and {len(others) - below - above} cannot tell or have no interval yet."
+        + (f" {late} of them came after the plan (post hoc)." if late else "")
     )
 
 
@@ -83,11 +87,7 @@ def limits(study: StoredStudy, data: Mapping[str, Any]) -> list[Text]:
     counts = [len(c.endpoint["seeds"]) for c in study.comparisons if c.endpoint is not None]
     if counts:
         items.append(_seed_limit(min(counts)))
-    if len(study.comparisons) > 1:
-        items.append(
-            f"{numbers.plural(len(study.comparisons), 'comparison')} are made and no correction for that is applied; the first was named "
-            "as the headline in the plan, before training began."
-        )
+    items += _multiplicity_limit(study)
     items += _scale_limit(study, data)
     if data.get("corpus") is not None:
         items.append(
@@ -98,7 +98,8 @@ def limits(study: StoredStudy, data: Mapping[str, Any]) -> list[Text]:
     if evaluated:
         items.append(
             f"Validation averages over {numbers.count(evaluated)} tokens, the same ones in every run. The intervals above describe the "
-            "spread over seeds, not over other validation texts."
+            "spread over seeds, not over other validation texts"
+            + ("; the section on seeds and texts has both." if has_documents(study) else ".")
         )
     return [*items, *_speed_limit(study), _recipe_limit(study)]
 
@@ -121,6 +122,44 @@ def _seed_limit(fewest: int) -> str:
             "with the literature only."
         )
     return text
+
+
+def _multiplicity_limit(study: StoredStudy) -> list[Text]:
+    """What is adjusted for there being several questions, and what is not."""
+    items: list[Text] = []
+    lower = [claim for claim in study.claims if claim["kind"] == "lower"]
+    planned = sum(not claim["post_hoc"] for claim in lower)
+    several = len(study.comparisons) > 1
+    headline = "the first was named as the headline in the plan, before training began."
+    if lower:
+        later, families = len(lower) - planned, []
+        if planned:
+            families.append(f"those of the {numbers.plural(planned, 'planned claim')} that a loss is lower over these")
+        if later:
+            families.append(f"those of {numbers.plural(later, 'later claim')} of that kind over all {len(lower)}")
+        text = f"The p values of claims are adjusted by Holm: {numbers.listed(families)}."
+        others = sorted({claim["kind"] for claim in study.claims} - {"lower"})
+        text += f" The claims of other kinds ({', '.join(others)}) are decided one by one, each at its own level." if others else ""
+        text += " Nothing else is adjusted: the intervals of single comparisons are for one comparison each." if several else ""
+        items.append(text)
+    elif several:
+        items.append(f"{numbers.plural(len(study.comparisons), 'comparison')} are made and no correction for that is applied; {headline}")
+    extensions = study.plan["extensions"]
+    if extensions:
+        seen = max(extension["complete_cells"] for extension in extensions)
+        items.append([
+            Strong("Not all of this was planned. "),
+            f"{_added(extensions)} came after the plan, when up to {numbers.plural(seen, 'run')} had a result, and are marked post hoc "
+            "wherever they appear: whoever added them could have seen what was there.",
+        ])  # fmt: skip
+    return items
+
+
+def _added(extensions: Sequence[Mapping[str, Any]]) -> str:
+    totals = {noun: sum(len(extension[field]) for extension in extensions)
+              for noun, field in (("arm", "arms"), ("seed", "seeds"), ("comparison", "comparisons"), ("claim", "claims"))}  # fmt: skip
+    words = numbers.listed([numbers.plural(total, noun) for noun, total in totals.items() if total])
+    return words[:1].upper() + words[1:]
 
 
 def _scale_limit(study: StoredStudy, data: Mapping[str, Any]) -> list[Text]:
@@ -163,6 +202,11 @@ def _recipe_limit(study: StoredStudy) -> str:
     if all(recipe == recipes[0] for recipe in recipes):
         return "All arms share one learning rate and one recipe; whether another would favour another arm, this study does not say."
     return "The arms differ in their training recipe as well as in the residual method; a difference may come from either."
+
+
+def has_documents(study: StoredStudy) -> bool:
+    """Whether the runs kept their losses by document."""
+    return any(cell.folder is not None and (cell.folder / "documents.npz").is_file() for cell in _complete(study))
 
 
 def _complete(study: StoredStudy) -> list[Cell]:

@@ -26,6 +26,7 @@ from depthroute.report.theme import css_variables, inline
 
 # The policy forbids what the page does not need, so that a label can never load or run anything.
 BROAD = 460  # a panel of more pixels takes a row of its own, and scrolls on a narrow screen
+LONG = 60  # characters from which a column of text gets more room
 SHORT = 6  # a first column of no longer words needs no least width
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
@@ -136,6 +137,9 @@ def _table(table: Table, numbering: Numbering) -> str:
     number = numbering.table()
     kinds = ["text" if index < table.text_columns else "number" for index in range(len(table.columns))]
     first = [row[0] for _, rows, closing in table.groups for row in (*rows, *closing)]
+    every = [row for _, rows, closing in table.groups for row in (*rows, *closing)]
+    for index in range(1, table.text_columns):
+        kinds[index] += " long" if any(len(row[index]) > LONG for row in every) else ""
     kinds[0] += " short" if all(len(cell) <= SHORT for cell in first) else ""
     head = "".join(f'<th scope="col" class="{kind}">{escape(column)}</th>' for column, kind in zip(table.columns, kinds, strict=True))
     groups = []

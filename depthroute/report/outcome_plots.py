@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from depthroute.report import canvas, numbers
 from depthroute.report.document import FigureBlock, Panel
+from depthroute.report.featured import featured_comparisons, left_out
+from depthroute.report.rows import mean_mark, row_axes, row_height, row_label, row_limits, row_value
 from depthroute.report.stored import Comparison, StoredStudy
 from depthroute.report.theme import arm_color, color
+from depthroute.report.trajectories import followed
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ROW = 46
-INDENT = 20  # room for half of the first tick label
 BAND_SEEDS = 3  # a t interval of two seeds is nine standard deviations to each side: as a band it would show nothing but itself
 
 
 def endpoints_figure(study: StoredStudy) -> FigureBlock | None:
     """Per arm every seed's NLL at the endpoint, and per comparison every seed's difference with the mean and its t interval."""
-    every = [(arm, {cell.seed: float(cell.result["nll"]) for cell in study.complete(arm) if cell.result}) for arm in study.arms]
+    every = [(arm, {cell.seed: cell.nll for cell in study.complete(arm) if cell.nll is not None}) for arm in study.arms]
     arms = [(arm, values) for arm, values in every if values]
     compared = [c for c in study.comparisons if c.endpoint is not None]
     panels = []
@@ -44,7 +44,7 @@ def endpoints_figure(study: StoredStudy) -> FigureBlock | None:
 
 def gap_figure(study: StoredStudy) -> FigureBlock | None:
     """The paired difference at every milestone, one panel a comparison, all on the same vertical axis."""
-    compared = [c for c in study.comparisons if len(c.milestones) > 1]
+    compared = [c for c in featured_comparisons(study) if len(c.milestones) > 1]
     if not compared:
         return None
     lines = [d for c in compared for m in c.milestones for d in m["differences"]]
@@ -58,6 +58,7 @@ def gap_figure(study: StoredStudy) -> FigureBlock | None:
     caption += _band_words(counts)
     clipped = any(b[0] < low - pad or b[1] > high + pad for b in bands)
     caption += " The band runs out of the panel where it is wider than the panel." if clipped else ""
+    caption += left_out(len(compared), sum(len(c.milestones) > 1 for c in study.comparisons), "comparisons")
     panels = [_gap_panel(c, (low - pad, high + pad)) for c in compared]
     return FigureBlock("The gap over training.", caption, panels)
 
@@ -65,7 +66,7 @@ def gap_figure(study: StoredStudy) -> FigureBlock | None:
 def _endpoint_panel(rows: Sequence[tuple[str, int, dict[int, float]]], seeds: Sequence[int]) -> Panel:
     def paint(figure: Figure) -> None:
         top = canvas.heading(figure, "Validation loss at the endpoint", "nats per token; mean at the right")
-        ax = _row_axes(figure, top, len(rows), right=70)
+        ax = row_axes(figure, top, len(rows), right=70)
         for seed in seeds:
             points = [(values.get(seed), y) for y, (_, _, values) in enumerate(rows)]
             ax.plot(
@@ -78,7 +79,7 @@ def _endpoint_panel(rows: Sequence[tuple[str, int, dict[int, float]]], seeds: Se
             )
         for y, (label, index, values) in enumerate(rows):
             mean = math.fsum(values.values()) / len(values)
-            _row_label(ax, y, label)
+            row_label(ax, y, label)
             ax.plot(
                 list(values.values()),
                 [y] * len(values),
@@ -90,12 +91,12 @@ def _endpoint_panel(rows: Sequence[tuple[str, int, dict[int, float]]], seeds: Se
                 zorder=3,
             )
             if len(values) > 1:
-                _mean_mark(ax, mean, y, index)
-            _row_value(ax, y, numbers.nats(mean))
-        _row_limits(ax, [v for _, _, values in rows for v in values.values()])
+                mean_mark(ax, mean, y, index)
+            row_value(ax, y, numbers.nats(mean))
+        row_limits(ax, [v for _, _, values in rows for v in values.values()])
 
     words = "; ".join(f"{label}: " + ", ".join(numbers.nats(v) for v in values.values()) for label, _, values in rows)
-    return canvas.draw("endpoints", f"Validation NLL at the endpoint per arm and seed. {words}.", paint, height=_row_height(len(rows)))
+    return canvas.draw("endpoints", f"Validation NLL at the endpoint per arm and seed. {words}.", paint, height=row_height(len(rows)))
 
 
 def _difference_panel(compared: Sequence[Comparison]) -> Panel:
@@ -103,11 +104,11 @@ def _difference_panel(compared: Sequence[Comparison]) -> Panel:
 
     def paint(figure: Figure) -> None:
         top = canvas.heading(figure, "Paired difference at the endpoint", "nats per token, arm minus parent; mean at the right")
-        ax = _row_axes(figure, top, len(compared), right=70)
+        ax = row_axes(figure, top, len(compared), right=70)
         ax.axvline(0, color=color("ink"), linewidth=1.1, zorder=1)
         for y, (comparison, end) in enumerate(zip(compared, ends, strict=True)):
             index = comparison.arm.index
-            _row_label(ax, y, comparison.name)
+            row_label(ax, y, comparison.name)
             if end["t_interval"]:
                 ax.plot(end["t_interval"], [y, y], color=arm_color(index), linewidth=7, alpha=0.3, zorder=2)
             ax.plot(
@@ -121,16 +122,16 @@ def _difference_panel(compared: Sequence[Comparison]) -> Panel:
                 zorder=3,
             )
             if len(end["differences"]) > 1:
-                _mean_mark(ax, end["mean"], y, index)
-            _row_value(ax, y, numbers.difference(end["mean"]))
-        _row_limits(ax, [0.0, *[x for end in ends for x in (*end["differences"], *(end["t_interval"] or ()))]])
+                mean_mark(ax, end["mean"], y, index)
+            row_value(ax, y, numbers.difference(end["mean"]))
+        row_limits(ax, [0.0, *[x for end in ends for x in (*end["differences"], *(end["t_interval"] or ()))]])
 
     words = "; ".join(
         f"{c.name}: mean {numbers.difference(e['mean'])}"
         + (f", 95 % t interval {numbers.interval(e['t_interval'])}" if e["t_interval"] else "")
         for c, e in zip(compared, ends, strict=True)
     )
-    return canvas.draw("differences", f"Paired differences at the endpoint in nats. {words}.", paint, height=_row_height(len(compared)))
+    return canvas.draw("differences", f"Paired differences at the endpoint in nats. {words}.", paint, height=row_height(len(compared)))
 
 
 def _gap_panel(comparison: Comparison, limits: tuple[float, float]) -> Panel:
@@ -145,6 +146,8 @@ def _gap_panel(comparison: Comparison, limits: tuple[float, float]) -> Panel:
         if bands:
             at, lower, upper = zip(*bands, strict=True)
             ax.fill_between(at, lower, upper, color=arm_color(index), alpha=0.2, linewidth=0)
+        for side in simultaneous_band(comparison):
+            ax.plot(*zip(*side, strict=True), color=arm_color(index), linewidth=1.0, linestyle=(0, (4, 3)), alpha=0.8)
         for seed in sorted({seed for m in milestones for seed in m["seeds"]}):
             line = [(m["step"], d) for m in milestones for s, d in zip(m["seeds"], m["differences"], strict=True) if s == seed]
             ax.plot([x for x, _ in line], [y for _, y in line], color=arm_color(index), linewidth=0.9, alpha=0.65)
@@ -176,68 +179,25 @@ def _band(m: Mapping[str, Any]) -> tuple[float, float] | None:
     return (m["mean"] - m["sd"], m["mean"] + m["sd"]) if m["sd"] is not None and len(m["seeds"]) > 1 else None
 
 
+def simultaneous_band(comparison: Comparison) -> list[list[tuple[int, float]]]:
+    """Lower and upper (step, nats) of the band that holds all milestones at once; empty with fewer than three seeds."""
+    path = followed(comparison)
+    if path is None or path.seeds < BAND_SEEDS:
+        return []
+    steps = {m["tokens"]: m["step"] for m in comparison.milestones}
+    return [[(steps[point.tokens], point.band[side]) for point in path.points if point.band is not None] for side in (0, 1)]
+
+
 def _band_words(counts: set[int]) -> str:
     """What the bands of comparisons with these numbers of seeds are."""
     several, two = any(count >= BAND_SEEDS for count in counts), 2 in counts
     words = []
     if several:
         words.append("The band is the 95 % t interval of the mean at each milestone" + (", but with two seeds" if two else "."))
+        words[-1] += "" if two else " Between the dashed lines lie all milestones at once, with 95 % (Bonferroni)."
     if two:
         words.append("one standard deviation to each side" if several else "The band is one standard deviation to each side")
         words[-1] += ": there a t interval would fill the panel." if several else ": with two seeds a t interval would fill the panel."
     if 1 in counts:
         words.append("With one seed there is no band.")
     return " ".join(words)
-
-
-def _row_height(rows: int) -> float:
-    return canvas.heading_height("one line") + ROW * rows + 46
-
-
-def _row_axes(figure: Figure, top: float, rows: int, right: float) -> Axes:
-    ax = canvas.axes(figure, left=INDENT, top=top + 10, right=right, bottom=34)
-    ax.set_ylim(rows - 0.5, -0.75)
-    ax.set_yticks([])
-    ax.grid(axis="x", color=color("rule"), linewidth=0.8)
-    return ax
-
-
-def _row_label(ax: Axes, y: float, label: str) -> None:
-    ax.annotate(
-        canvas.cut(label, canvas.WIDTH - 90, canvas.TEXT_SIZE),
-        (0, y),
-        (canvas.MARGIN - INDENT, 11),
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        fontsize=canvas.TEXT_SIZE,
-        annotation_clip=False,
-        zorder=3.5,
-        bbox={"facecolor": color("paper"), "edgecolor": "none", "pad": 1.2, "alpha": 0.9},
-    )
-
-
-def _row_value(ax: Axes, y: float, shown: str) -> None:
-    ax.annotate(
-        shown,
-        (1, y),
-        (58, 0),
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        ha="right",
-        va="center",
-        fontsize=canvas.TEXT_SIZE,
-        fontweight="bold",
-        annotation_clip=False,
-    )
-
-
-def _mean_mark(ax: Axes, x: float, y: float, index: int) -> None:
-    ax.plot([x], [y], "D", color=arm_color(index), markersize=8.5, markeredgecolor=color("paper"), markeredgewidth=1.5, zorder=4)
-
-
-def _row_limits(ax: Axes, values: Sequence[float]) -> None:
-    low, high = min(values), max(values)
-    pad = 0.08 * (high - low) or 0.01
-    ax.set_xlim(low - pad, high + pad)
-    ax.tick_params(axis="x", pad=5)
-    canvas.decimal_ticks(ax.xaxis, low - pad, high + pad, ticks=4)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from depthroute.report import canvas, numbers
 from depthroute.report.document import FigureBlock, Panel
+from depthroute.report.featured import featured_arms
 from depthroute.report.stored import Arm, StoredStudy
 from depthroute.report.theme import arm_color, color
 
@@ -40,9 +41,9 @@ class Site:
 
 
 def heat_figures(study: StoredStudy) -> list[FigureBlock]:
-    """One figure per arm that has routing weights, one panel per role."""
+    """One figure per arm that has routing weights, one panel per role; of a large study, those of the arms that are featured."""
     figures = []
-    for arm in study.arms:
+    for arm in featured_arms(study):
         runs = [cell.routing for cell in study.complete(arm) if cell.routing and cell.routing.get("sites")]
         if not runs:
             continue
@@ -70,7 +71,7 @@ def heat_figures(study: StoredStudy) -> list[FigureBlock]:
 def divergence_figure(study: StoredStudy) -> FigureBlock | None:
     """The Jensen-Shannon divergence between the QK and V routing weights by layer, for arms with both roles."""
     lines = []
-    for arm in study.arms:
+    for arm in featured_arms(study):
         seeds = [
             [(d["layer"], d["nats"]) for d in cell.routing["divergence"] if d["nats"] is not None]
             for cell in study.complete(arm)

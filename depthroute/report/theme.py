@@ -7,6 +7,9 @@ its own it becomes the light colour followed by the variable, so that a viewer w
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from html import escape
 
 # Name: (light, dark). The arms are the colours of Okabe and Ito (2008), darkened on paper and lightened on black until a thin line of
@@ -35,6 +38,7 @@ ARM_COLORS = 10
 PADDING = 12  # pixels of background around a figure that stands alone
 SENTINELS = {name: f"#fe00{index:02x}" for index, name in enumerate(PALETTE)}
 
+_LIGHT: ContextVar[bool] = ContextVar("light", default=False)
 _NUMBER = re.compile(r"-?\d+\.\d{3,}")
 _TAG = re.compile(r"<[^>]+>")
 _REFERENCE = re.compile(r'url\(#([^)]+)\)|href="#([^"]+)"')
@@ -42,13 +46,23 @@ _IDENTIFIER = re.compile(r'\bid="([^"]*)"')
 
 
 def color(name: str) -> str:
-    """The sentinel that stands for a colour of the palette while a figure is drawn."""
-    return SENTINELS[name]
+    """What stands for a colour of the palette while a figure is drawn: its sentinel, or inside `light_colors` the colour itself."""
+    return PALETTE[name][0] if _LIGHT.get() else SENTINELS[name]
 
 
 def arm_color(index: int) -> str:
-    """The sentinel of an arm's colour; an eleventh arm shares the first one's, and differs by its marker and its dashes."""
-    return SENTINELS[f"arm-{index % ARM_COLORS}"]
+    """The colour of an arm; an eleventh arm shares the first one's, and differs by its marker and its dashes."""
+    return color(f"arm-{index % ARM_COLORS}")
+
+
+@contextmanager
+def light_colors() -> Iterator[None]:
+    """Draw in the light palette itself, for a format whose colours cannot be exchanged afterwards."""
+    token = _LIGHT.set(True)
+    try:
+        yield
+    finally:
+        _LIGHT.reset(token)
 
 
 def css_variables() -> str:

@@ -79,7 +79,7 @@ class Study:
 
     Attributes:
         seeds: One pair a seed.
-        milestones: Steps, for every arm. Empty: what each arm's `train.milestones` says.
+        milestones: Steps, for every arm, beside its last. Empty: what each arm's `train.milestones` says.
         differs: Beside `model.residual`, the dotted fields (`"train.learning_rate"`) in which the two arms of a pair may differ, a name
             standing for everything below it.
         endpoint: The split of evaluations.jsonl whose loss is compared.
@@ -88,7 +88,8 @@ class Study:
 
     Raises (in `check`):
         RequestError: a comparison of an unknown arm or of an arm with itself, no, repeated or negative seeds, milestones that do not rise,
-            an arm name that is no folder name, a claim about a pair that is not compared, or a trunk that is none.
+            an arm name that is no folder name, a claim about a pair that is not compared, with a margin that its kind does not take or with
+            the text of another one, or a trunk that is none.
     """
 
     name: str
@@ -113,7 +114,7 @@ class Study:
         given = self.arms[name].config
         config = given if isinstance(given, RunConfig) else given(self.base)
         steps = config.train.steps
-        wanted = self.milestones or tuple(dict.fromkeys((*config.train.milestones, steps)))
+        wanted = tuple(dict.fromkeys((*(self.milestones or config.train.milestones), steps)))
         if self.milestones and self.milestones[-1] > steps:
             raise RequestError(f"milestones = {self.milestones} are not allowed; they rise within the {steps} steps that {name} trains.")
         return replace(config, train=replace(config.train, milestones=wanted))
@@ -125,7 +126,10 @@ class Study:
         self._check_comparisons()
         if self.milestones and (self.milestones[0] < 1 or any(left >= right for left, right in pairwise(self.milestones))):
             raise RequestError(f"milestones = {self.milestones} are not allowed; they are steps, from 1, and rise.")
+        texts = [claim.text for claim in self.claims]
         for claim in self.claims:
+            if texts.count(claim.text) > 1:  # a plan knows a claim by its text
+                raise RequestError(f"the claim {claim.text!r} is there more than once; give each a text of its own.")
             self._check_claim(claim)
 
     def _check_arms(self) -> None:
@@ -176,8 +180,9 @@ class Study:
             if (claim.arm, claim.parent) not in self.comparisons:
                 raise RequestError(f"{what} is about {claim.arm} and {claim.parent}, which the study does not compare.")
             lowest = 0.0
-        if not (math.isfinite(claim.margin) and claim.margin >= lowest) or (claim.kind == "equivalent" and claim.margin == 0):
-            kinds = {"saves": "a factor of 1 or more", "equivalent": "a positive number of nats"}
+        useless = {"equivalent": claim.margin == 0, "identical": claim.margin != 0}.get(claim.kind, False)
+        if not (math.isfinite(claim.margin) and claim.margin >= lowest) or useless:
+            kinds = {"saves": "a factor of 1 or more", "equivalent": "a positive number of nats", "identical": "0 and nothing else"}
             raise RequestError(f"{what} has the margin {claim.margin}; it takes {kinds.get(claim.kind, '0 nats or more')}.")
 
 

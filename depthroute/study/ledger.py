@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from depthroute.common.config import to_json
 from depthroute.common.errors import RequestError
 from depthroute.study.curves import SCALES, Compute, Losses, advantage_of, scaling_points
 from depthroute.study.equivalence import equivalence
 from depthroute.study.multiplicity import holm, paired_t_p
+from depthroute.study.statistics import t_interval
 
 ALPHA = 0.05
 
@@ -18,14 +21,16 @@ def ledger(plan: Mapping[str, Any], comparisons: Sequence[Mapping[str, Any]], lo
 
     - "lower": supported when the paired differences lie below -margin: the p of the two-sided paired t test against -margin, adjusted by
       Holm over all "lower" claims of the plan, is at most 0.05, and the mean is below -margin. Contradicted when the 95 % t interval of one
-      claim alone lies above zero: what speaks against a claim needs no adjustment to be heard.
+      claim alone lies above -margin: what speaks against a claim needs no adjustment to be heard.
     - "equivalent": two one-sided t tests at 0.05 each. Contradicted when the 90 % interval lies outside the margin.
     - "identical": every difference at every milestone is exactly zero; one that is not contradicts.
     - "saves": the interval of the compute advantage lies above the margin (supported) or below it (contradicted), at the largest budget
       that both methods reach.
 
     Claims added after the plan are `post_hoc`. Holm's family for a planned claim is the planned ones; a claim that came later is adjusted
-    over all of them, so that adding one cannot change what was planned. A claim without data counts in its family with p = 1.
+    over all of them, so that adding one cannot change what was planned. Nor can arms and seeds that came later, which somebody could have
+    added until a claim held: a planned claim is decided by the planned cells, and its sentence says how many pairs that leaves out. A
+    claim without data counts in its family with p = 1.
 
     Args:
         plan: a plan of format 2.
@@ -37,37 +42,56 @@ def ledger(plan: Mapping[str, Any], comparisons: Sequence[Mapping[str, Any]], lo
         One dict a claim: `text`, `kind`, `arm`, `parent`, `margin`, `boundary`, `paper`, `evidence` (numbers and a `sentence`), `p`,
         `holm_p` (both null where the kind has no test or there are too few pairs), `verdict`, `post_hoc`.
     """
-    late = {text for extension in plan.get("extensions", []) for text in extension["claims"]}
+    late = {text for extension in plan["extensions"] for text in extension["claims"]}
+    first = _before_extensions(plan)
     milestones = {(entry["arm"], entry["parent"]): entry["milestones"] for entry in comparisons}
     entries = []
     for claim in plan["claims"]:
         entry = {name: claim[name] for name in ("text", "kind", "arm", "parent", "margin", "boundary", "paper")}
-        found = _saves(plan, claim, losses, compute) if claim["kind"] == "saves" else _paired(plan, claim, milestones)
+        of = plan if claim["text"] in late else first
+        found = _saves(of, claim, losses, compute) if claim["kind"] == "saves" else _paired(of, claim, milestones)
         entries.append({**entry, "holm_p": None, **found, "post_hoc": claim["text"] in late})
     _adjust(entries)
     return entries
 
 
+def _before_extensions(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan with the arms and the seeds that it began with."""
+    arms, seeds = ({entry for extension in plan["extensions"] for entry in extension[what]} for what in ("arms", "seeds"))
+    kept = [arm for arm in plan["arms"] if arm["name"] not in arms]
+    return {**plan, "arms": [{**arm, "seeds": [seed for seed in arm["seeds"] if seed not in seeds]} for arm in kept]}
+
+
 def _paired(plan: Mapping[str, Any], claim: Mapping[str, Any], milestones: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
-    measured = milestones.get((claim["arm"], claim["parent"])) or []
     seeds = {arm["name"]: arm["seeds"] for arm in plan["arms"]}
-    planned = len(set(seeds[claim["arm"]]) & set(seeds[claim["parent"]]))
+    both = set(seeds[claim["arm"]]) & set(seeds[claim["parent"]])
+    found = milestones.get((claim["arm"], claim["parent"])) or []
+    measured = [_of_seeds(milestone, both) for milestone in found]
     if not measured or not measured[-1]["seeds"]:
-        return _nothing("No pair is complete yet.", seeds=0, planned_seeds=planned)
-    end = measured[-1]
-    numbers: dict[str, Any] = {"seeds": len(end["seeds"]), "planned_seeds": planned, "mean": end["mean"], "t_interval": end["t_interval"]}
+        return _nothing("No pair is complete yet.", seeds=0, planned_seeds=len(both))
+    end, differences = measured[-1], measured[-1]["differences"]
+    numbers: dict[str, Any] = {
+        "seeds": len(end["seeds"]), "planned_seeds": len(both), "added_seeds": len(found[-1]["seeds"]) - len(end["seeds"]),
+        "mean": math.fsum(differences) / len(differences), "t_interval": to_json(t_interval(differences)),
+    }  # fmt: skip
     if claim["kind"] == "identical":
         return _identical(numbers, measured)
     if len(end["seeds"]) < 2:
-        return _nothing(f"One pair: {_nats(end['mean'])} nats, and no interval.", **numbers)
-    return (_lower if claim["kind"] == "lower" else _equivalent)(numbers, end["differences"], claim["margin"])
+        return _nothing(f"One pair: {_nats(numbers['mean'])} nats, and no interval.", **numbers)
+    return (_lower if claim["kind"] == "lower" else _equivalent)(numbers, differences, claim["margin"])
+
+
+def _of_seeds(milestone: Mapping[str, Any], seeds: Collection[int]) -> dict[str, Any]:
+    """`seeds` and `differences` of a milestone, of some seeds."""
+    kept = [(seed, value) for seed, value in zip(milestone["seeds"], milestone["differences"], strict=True) if seed in seeds]
+    return {"step": milestone["step"], "seeds": [seed for seed, _ in kept], "differences": [value for _, value in kept]}
 
 
 def _lower(numbers: dict[str, Any], differences: Sequence[float], margin: float) -> dict[str, Any]:
     """`verdict` is final only after Holm's adjustment; until then "supported" says that the claim alone would pass."""
     p = paired_t_p([difference + margin for difference in differences])
     mean, (low, high) = numbers["mean"], numbers["t_interval"]
-    verdict = "contradicted" if low > 0 else "supported" if mean < -margin and p <= ALPHA else "undecided"
+    verdict = "contradicted" if low > -margin else "supported" if mean < -margin and p <= ALPHA else "undecided"
     sentence = f"{_nats(mean)} nats, 95 % t interval {_nats(low)} to {_nats(high)}, {_pairs(numbers)}"
     against = f"; the claim needs less than {_nats(-margin)}." if margin else "."
     return {"evidence": {**numbers, "sentence": sentence + against}, "p": p, "verdict": verdict}
@@ -97,7 +121,7 @@ def _saves(plan: Mapping[str, Any], claim: Mapping[str, Any], losses: Losses, co
     curves = {method: scaling_points(plan, method, losses, compute) for method in (claim["arm"], claim["parent"])}
     common = [scale for scale in curves[claim["arm"]] if scale in curves[claim["parent"]]]
     if len(common) < SCALES:
-        return _nothing(f"Both methods are complete at {len(common)} scales; a fitted law needs {SCALES}.", scales=common)
+        return _nothing(f"Both methods have a result at {len(common)} scales; a fitted law needs {SCALES}.", scales=common)
     try:
         advantage = advantage_of(curves[claim["arm"]], curves[claim["parent"]])
     except RequestError as error:
@@ -131,7 +155,11 @@ def _nothing(sentence: str, **numbers: Any) -> dict[str, Any]:
 
 def _pairs(numbers: Mapping[str, Any]) -> str:
     seeds, planned = numbers["seeds"], numbers["planned_seeds"]
-    return f"{seeds} pair{'s' if seeds != 1 else ''}" + (f" of {planned} planned" if seeds < planned else "")
+    late = numbers["added_seeds"]
+    return (
+        f"{seeds} pair{'s' if seeds != 1 else ''}" + (f" of {planned} planned" if seeds < planned else "")
+        + (f", without {late} that came after the plan" if late else "")
+    )  # fmt: skip
 
 
 def _nats(value: float) -> str:

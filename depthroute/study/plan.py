@@ -84,12 +84,18 @@ def plan_of(study: Study, written: Mapping[str, Any] | None = None) -> dict[str,
     return plan
 
 
-def write_plan(study: Study, directory: Path, *, extend: bool = False) -> dict[str, Any]:
+def write_plan(
+    study: Study, directory: Path, *, extend: bool = False, check: Callable[[Mapping[str, Any]], object] = lambda plan: None
+) -> dict[str, Any]:
     """Write `directory/plan.json` with its hash, or find the same plan there; return the plan that is there now.
 
     With `extend`, a study that holds everything of the plan that is there, and more arms, seeds, comparisons or claims, is added to it.
     What is added is written down with the time, the plan's hash before, and how many cells had a result by then: it was decided by
-    somebody who could have seen them, so reports call it post hoc.
+    somebody who could have seen them, so reports call it post hoc. An arm that is there gets no more of the seeds that are there, and
+    what is there keeps its words: the study's name and question, and where its claims end, which `boundary` may say in numbers of seeds.
+
+    Args:
+        check: called with a plan before it is written; it refuses one with which its caller could not go on.
 
     Raises:
         RequestError: the study is refused (see `plan_of`), or the directory holds another plan, or runs without one.
@@ -117,6 +123,7 @@ def write_plan(study: Study, directory: Path, *, extend: bool = False) -> dict[s
         if (directory / "runs").exists():
             raise RequestError(f"{directory} holds runs but no plan.json; a plan comes before its runs. Choose another folder.")
         plan = plan_of(study) | {"written_at": now}
+    check(plan)
     plan["hash"] = plan_hash(plan)
     write_json(path, plan)
     return plan
@@ -251,14 +258,16 @@ def _resolved(config: RunConfig, data_fingerprint: str, before: RunConfig | None
 
 
 def _with_additions(there: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """`here` in the order of `there` with what is new at the end and the name and question of old; and what is new."""
+    """`here` in the order of `there` with what is new at the end and the words of old (see `write_plan`); and what is new."""
     merged = {**here, "name": there["name"], "question": there["question"]}
     added: dict[str, list[Any]] = {}
     for name, key in GROWS.items():
         old, new = ({key(entry): entry for entry in plan[name]} for plan in (there, here))
-        merged[name] = [new.get(entry, there_entry) for entry, there_entry in old.items() if entry in new]
+        merged[name] = [new[entry] for entry in old if entry in new]
         merged[name] += [entry for found, entry in new.items() if found not in old]
         added[name] = [list(found) if isinstance(found, tuple) else found for found in new if found not in old]
+    ends = {claim["text"]: claim["boundary"] for claim in there["claims"]}
+    merged["claims"] = [{**claim, "boundary": ends.get(claim["text"], claim["boundary"])} for claim in merged["claims"]]
     return merged, added
 
 
@@ -268,7 +277,7 @@ def _changes(there: Mapping[str, Any], here: Mapping[str, Any], *, growing: bool
     if growing:
         right |= {name: right[name][: len(left[name])] for name in GROWS}
         right["arms"] = [
-            {**new, "seeds": [seed for seed in new["seeds"] if seed in old["seeds"]]} if old["name"] == new["name"] else new
+            {**new, "seeds": [seed for seed in new["seeds"] if seed in left["seeds"]]} if old["name"] == new["name"] else new
             for old, new in zip(left["arms"], right["arms"], strict=False)
         ]
     for name, old, new in differences(left, right):

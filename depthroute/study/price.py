@@ -74,18 +74,22 @@ class Price:
         return None if self.flops_per_second is None else self.flops / self.flops_per_second / 3600
 
 
-def price_of(plan: Mapping[str, Any], directory: Path, *, measure: bool = False) -> Price:
+def price_of(
+    plan: Mapping[str, Any], directory: Path, *, measure: bool = False, workers: int | None = None, cores: int | None = None
+) -> Price:
     """The price of a plan that is, or may come to be, in `directory`.
 
     Args:
         measure: take the speed from a few steps of the arm of median cost, in processes of their own, where `directory/machine.json`
             does not have it. An arm is taken to run at the same FLOP/s as that one.
+        workers, cores: as `depthroute.study.runner.run_study` takes them. A speed in machine.json is of the split that it names, and
+            does not count where these say another one.
 
     Raises:
         FailureError: the speed could not be measured.
     """
     configs = {arm["name"]: from_json(RunConfig, arm["config"]) for arm in plan["arms"]}
-    rate = _rate(plan, configs, directory, measure)
+    rate = _rate(plan, configs, directory, measure, workers, cores)
     found = []
     for entry in plan["arms"]:
         name, config = entry["name"], configs[entry["name"]]
@@ -125,19 +129,21 @@ def price_lines(price: Price) -> list[str]:
     return lines
 
 
-def _rate(plan: Mapping[str, Any], configs: Mapping[str, RunConfig], directory: Path, measure: bool) -> float | None:
+def _rate(
+    plan: Mapping[str, Any], configs: Mapping[str, RunConfig], directory: Path, measure: bool, workers: int | None, cores: int | None
+) -> float | None:
     machine = read_machine(directory)
-    if machine is not None:
+    if machine is not None and workers in (None, machine["workers"]) and cores in (None, machine["cores"]):
         return float(machine["tokens_per_second"] * machine["flops_per_token"])
     if not measure:
         return None
     order = sorted(configs, key=lambda name: flops_per_token(configs[name]) * configs[name].tokens_per_step)
     config = configs[order[(len(order) - 1) // 2]]
-    cores = usable_processors()
+    cores = cores or usable_processors()
     threads = config.train.threads or cores
     cells = sum(len(arm_entry(plan, name)["seeds"]) for name in configs)
-    workers = 1 if config.train.device == "cuda" else max(1, min(cores // threads, cells))
-    return measure_pace(config, workers=workers, threads=threads).tokens_per_second * flops_per_token(config)
+    room = 1 if config.train.device == "cuda" else max(1, min(cores // threads, cells))
+    return measure_pace(config, workers=room if workers is None else min(workers, room), threads=threads).tokens_per_second * flops_per_token(config)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -76,11 +76,15 @@ def run_study(
         lock = stack.enter_context(_only_one(directory))
         # Under the lock: of two studies that start at once, one writes the plan.
         split = budget if workers is None and executor is LocalExecutor else None
-        plan = read_plan(directory) if study is None else _planned(study, directory, split, extend=extend, console=console)
         made = executor(directory, lock)
-        workers = _workers(plan, workers, budget, made)
+
+        def at_once(planned: Mapping[str, Any]) -> int:
+            return _workers(planned, workers, budget, made)
+
+        plan = read_plan(directory) if study is None else _planned(study, directory, split, at_once, extend=extend, console=console)
+        number = at_once(plan)
         progress = stack.enter_context(Progress(plan, directory, visible=console))
-        run = _Run(directory, plan, made, progress, workers, sinks, budget if made.shares_machine else None)
+        run = _Run(directory, plan, made, progress, number, sinks, budget if made.shares_machine else None)
         try:
             return run.complete()
         except KeyboardInterrupt:
@@ -100,13 +104,18 @@ def plan_study(
     workers: int | None = 1,
     cores: int | None = None,
     memory_bytes: int | None = None,
+    executor: Callable[[Path, int], Executor] = LocalExecutor,
     extend: bool = False,
     console: bool = True,
 ) -> dict[str, Any]:
     """Write the plan that `run_study` would write, and train nothing. Arguments and errors are those of `run_study`."""
-    with _only_one(directory):
-        split = None if workers is not None else _budget(cores, memory_bytes)
-        return _planned(study, directory, split, extend=extend, console=console)
+    if workers is not None and workers < 1:
+        raise RequestError(f"workers = {workers} is not allowed; it takes 1 or more.")
+    budget = _budget(cores, memory_bytes)
+    with _only_one(directory) as lock:
+        made = executor(directory, lock)
+        split = budget if workers is None and executor is LocalExecutor else None
+        return _planned(study, directory, split, lambda plan: _workers(plan, workers, budget, made), extend=extend, console=console)
 
 
 def _budget(cores: int | None, memory_bytes: int | None) -> Budget:
@@ -115,12 +124,15 @@ def _budget(cores: int | None, memory_bytes: int | None) -> Budget:
     )
 
 
-def _planned(study: Study, directory: Path, split: Budget | None, *, extend: bool, console: bool) -> dict[str, Any]:
-    """The plan of a study, with the threads that are measured to be best on the machine of `split` where they are open."""
-    if split is not None:
+def _planned(
+    study: Study, directory: Path, split: Budget | None, check: Callable[[Mapping[str, Any]], object], *, extend: bool, console: bool
+) -> dict[str, Any]:
+    """The plan of a study. Open threads are those of the plan that is there, or measured to be best on the machine of `split`."""
+    if split is not None or (directory / "plan.json").exists():
+        cores, memory = (None, None) if split is None else (split.cores, split.memory_bytes)
         say = (lambda line: print(line, flush=True)) if console else None
-        study = with_threads(study, directory, cores=split.cores, memory_bytes=split.memory_bytes, report=say)
-    return write_plan(study, directory, extend=extend)
+        study = with_threads(study, directory, cores=cores, memory_bytes=memory, report=say)
+    return write_plan(study, directory, extend=extend, check=check)
 
 
 class _Run:
@@ -192,8 +204,7 @@ class _Run:
                     failed = True
                 continue
             need = self.needs[cell[0]]
-            beside = [self.needs[job.cell[0]] for job in self.running]
-            if self.budget is not None and beside and not self.budget.fits(need, beside):
+            if self.budget is not None and self.running and not self.budget.fits(need, [self.needs[job.cell[0]] for job in self.running]):
                 break  # the order of cells is kept: what is smaller does not overtake
             try:
                 command = processes.worker_command(self.directory.absolute(), cell, self.workers, self.sinks)

@@ -5,10 +5,17 @@ from __future__ import annotations
 import runpy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 WriteStudy = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def scenarios() -> dict[str, Callable[..., dict[str, Any]]]:
+    """The studies of scenarios.py by name, as keyword arguments of `write_study`."""
+    return runpy.run_path(str(Path(__file__).with_name("scenarios.py")))
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
@@ -9,15 +10,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from scipy import stats
 
 from depthroute.common.config import fingerprint
-from depthroute.common.files import write_json, write_text
+from depthroute.common.files import write_bytes, write_json, write_text
+from depthroute.study.ledger import ledger
 
 LAYERS, BLOCK = 8, 4
 STEPS, MILESTONES = 400, (50, 100, 150, 200, 250, 300, 350, 400)
 VOCABULARY = 2048
 ENTROPY = 6.3312
+BODY = 1_083_456  # parameters without a residual method
+EXTENSION: Mapping[str, Any] = {
+    "written_at": "2025-06-02T09:30:00+00:00", "arms": [], "seeds": [], "comparisons": [], "claims": [], "complete_cells": 9,
+    "previous_hash": "aa" * 32,
+}  # fmt: skip
 ARMS = {
     "prenorm": ("PreNorm", {"method": "prenorm"}, 0.0),
     "block": ("Block AttnRes", {"method": "attnres", "block": BLOCK, "roles": "shared"}, -0.081),
@@ -34,37 +42,70 @@ def write_study(
     comparisons: Sequence[tuple[str, str]] | None = None,
     name: str = "Depth routing against its parent",
     routed: bool = True,
+    details: Mapping[str, Mapping[str, Any]] | None = None,
+    claims: Sequence[Mapping[str, Any]] = (),
+    extensions: Sequence[Mapping[str, Any]] = (),
+    compute: Mapping[str, tuple[float, float]] | None = None,
+    documents: int = 0,
+    splits: Mapping[str, float] | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> Path:
-    """Write a study. `unfinished` maps a cell to the step it stopped after (0: never started); `arms` gives label, residual and gain."""
-    unfinished = unfinished or {}
+    """Write a study.
+
+    `unfinished` maps a cell to the step it stopped after (0: never started); `arms` gives label, residual and gain. `details` are further
+    fields of an arm's entry in the plan (scale, factors, seeds, trunk, paper); claims need only text, kind, arm and parent. `compute` is
+    FLOPs per token by arm, of the decoder and of its residual method. `documents`: how many documents.npz holds, none by default.
+    `splits` are further evaluation splits, and how much of an arm's gain each shows. `sizes` are parameters of the body by arm.
+    """
+    unfinished, details, compute, splits, sizes = unfinished or {}, details or {}, compute or {}, splits or {}, sizes or {}
     if comparisons is None:
         comparisons = [("rd", "block"), ("block", "prenorm"), ("rd", "prenorm")]
+    plain = {"scale": "", "factors": {}, "seeds": list(seeds), "trunk": None, "paper": None}
     plan: dict[str, Any] = {
-        "format": 1,
+        "format": 2,
         "name": name,
         "question": "Does routing over depth lower the loss of a small decoder on technical prose?",
-        "arms": [{"name": arm, "label": label, "config": _config(residual)} for arm, (label, residual, _) in arms.items()],
+        "arms": [
+            {"name": arm, "label": label, **plain, **details.get(arm, {}), "config": _config(residual)}
+            for arm, (label, residual, _) in arms.items()
+        ],
         "comparisons": [list(pair) for pair in comparisons],
+        "differs": [],
         "seeds": list(seeds),
-        "milestones": list(MILESTONES),
-        "endpoint": "validation NLL at the last milestone",
+        "endpoint": "validation",
+        "claims": [{"margin": 0.0, "boundary": "", "paper": None, **claim} for claim in claims],
+        "stopping": "Every planned cell is trained to its last step; no result decides when to stop.",
         "data_fingerprint": "5f" * 32,
+        "extensions": [{**EXTENSION, **extension} for extension in extensions],
     }
+    arm_seeds = {entry["name"]: entry["seeds"] for entry in plan["arms"]}
     write_json(folder / "plan.json", plan | {"written_at": "2025-06-01T09:30:00+00:00", "hash": fingerprint(plan)})
     losses = {}
     for arm, (_, residual, gain) in arms.items():
-        for seed in seeds:
+        for seed in arm_seeds[arm]:
             stopped = unfinished.get((arm, seed), STEPS)
             if stopped:
-                found = _write_run(folder / "runs" / arm / f"seed-{seed}", residual, gain, seed, stopped, routed)
+                found = _write_run(
+                    folder / "runs" / arm / f"seed-{seed}", residual, gain, seed, stopped, routed, splits, sizes.get(arm, BODY)
+                )
                 if stopped == STEPS:
                     losses[arm, seed] = found
+                    if documents:
+                        _write_documents(folder / "runs" / arm / f"seed-{seed}", documents, gain, seed, found[STEPS])
     missing = [
         {"arm": arm, "seed": seed, "reason": f"stopped after step {step}; run the study again to go on." if step else "not started."}
         for (arm, seed), step in unfinished.items()
     ]
-    statistics = [{"arm": arm, "parent": parent, "milestones": _milestones(losses, arm, parent, seeds)} for arm, parent in comparisons]
-    write_json(folder / "statistics.json", {"endpoint_step": STEPS, "comparisons": statistics, "missing": missing})
+    statistics = [
+        {"arm": arm, "parent": parent, "endpoint_step": STEPS, "milestones": _milestones(losses, arm, parent, seeds)}
+        for arm, parent in comparisons
+    ]
+    costs = {arm: {"plain": plain, "residual": residual, "tokens": STEPS * 2048} for arm, (plain, residual) in compute.items()}
+    found = ledger(plan, statistics, {cell: values[STEPS] for cell, values in losses.items()}, costs)
+    write_json(
+        folder / "statistics.json",
+        {"comparisons": statistics, "claims": found, "compute": costs, "missing": missing, "unanalysed": []},
+    )
     return folder
 
 
@@ -103,7 +144,16 @@ def _loss(gain: float, seed: int, step: int) -> float:
     return 3.50 + 4.12 * math.exp(-7.0 * progress) + 0.25 * (1 - progress) + gain * (1 - math.exp(-6 * progress)) + lucky
 
 
-def _write_run(folder: Path, residual: Mapping[str, Any], gain: float, seed: int, stopped: int, routed: bool) -> dict[int, float]:
+def _write_run(
+    folder: Path,
+    residual: Mapping[str, Any],
+    gain: float,
+    seed: int,
+    stopped: int,
+    routed: bool,
+    splits: Mapping[str, float],
+    size: int,
+) -> dict[int, float]:
     noise = random.Random(f"{gain} {seed}")
     write_json(folder / "config.json", {"format": 1, **_config(residual)})
     write_json(
@@ -138,7 +188,7 @@ def _write_run(folder: Path, residual: Mapping[str, Any], gain: float, seed: int
             "tokens": step * 2048,
             "loss": _loss(gain, seed, step) + noise.gauss(0, 0.09),
             "learning_rate": 1e-3,
-            "gradient_norm": 0.8,
+            "gradient_norm": (0.8 + gain) * (1 + 2 * math.exp(-step / 40)) + 0.02 * seed,
             "seconds": 0.05,
         }
         for step in range(1, stopped + 1)
@@ -157,6 +207,11 @@ def _write_run(folder: Path, residual: Mapping[str, Any], gain: float, seed: int
         }
         for step, nll in losses.items()
     ]
+    evaluations += [
+        {**line, "split": split, "nll": _split_loss(line["step"], share * gain, seed), "accuracy": _accuracy(share * gain, seed)}
+        for split, share in splits.items()
+        for line in evaluations
+    ]
     write_text(folder / "evaluations.jsonl", "".join(json.dumps(line) + "\n" for line in evaluations))
     if stopped < STEPS:
         return losses
@@ -172,7 +227,7 @@ def _write_run(folder: Path, residual: Mapping[str, Any], gain: float, seed: int
             "tokens": STEPS * 2048,
             "nll": losses[STEPS],
             "perplexity": math.exp(losses[STEPS]),
-            "parameters": {"total": 1_083_456 + added, "residual": added, "embedding": VOCABULARY * 96},
+            "parameters": {"total": size + added, "residual": added, "embedding": VOCABULARY * 96},
             "tokens_per_second": {"median": speed, "mean": speed * 0.98},
             "peak_memory_bytes": int(1.21e9 * (1 + 0.031 * attention)),
             "training_seconds": STEPS * 2048 / speed,
@@ -182,6 +237,24 @@ def _write_run(folder: Path, residual: Mapping[str, Any], gain: float, seed: int
     if attention and routed:
         write_json(folder / "routing.json", _routing(residual, seed))
     return losses
+
+
+def _split_loss(step: int, gain: float, seed: int) -> float:
+    return 2.0 + math.exp(-step / 100) + gain + 0.004 * math.sin(5.0 * seed + 60 * gain)
+
+
+def _accuracy(gain: float, seed: int) -> float:
+    return 0.5 * math.exp(-gain) + 0.001 * seed
+
+
+def _write_documents(folder: Path, documents: int, gain: float, seed: int, loss: float) -> None:
+    """Documents of 40 to 49 tokens whose mean loss per token is the run's, each with a level that all runs share."""
+    counts = [40 + i % 10 for i in range(documents)]
+    rates = [0.5 * math.sin(i) + 0.3 * gain * math.sin(2.0 * i) + 0.01 * math.sin(3.0 * i + seed) for i in range(documents)]
+    shift = loss - sum(r * c for r, c in zip(rates, counts, strict=True)) / sum(counts)
+    buffer = io.BytesIO()
+    np.savez(buffer, sums=np.array([(r + shift) * c for r, c in zip(rates, counts, strict=True)]), counts=np.array(counts, dtype=np.int64))
+    write_bytes(folder / "documents.npz", buffer.getvalue())
 
 
 def _routing(residual: Mapping[str, Any], seed: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from depthroute.common.errors import RequestError
 from depthroute.report import canvas, write_report
 from depthroute.report.document import Details, Document, Section, Table
 from depthroute.report.export import csv_text, escape_latex, export_report, latex_table, table_rows, tables_of
-from depthroute.report.theme import color
+from depthroute.report.theme import PALETTE, color
 
 WriteStudy = Callable[..., Path]
 ATTACK = "<b>\\input{x}</b> & $a_b$ #1 100 % ~ ^ {c} | --x,, ''y `z\" \n[*]"
@@ -53,7 +54,7 @@ def exported(study: Path, figures: dict[str, Figure], tmp_path_factory: pytest.T
     def spy(name: str, description: str, paint: Callable[[Figure], None], **size: Any) -> Any:
         def keep(figure: Figure) -> None:
             paint(figure)
-            figures[name] = figure
+            figures.setdefault(name, figure)  # the PDF is painted on a second one
 
         return draw(name, description, keep, **size)
 
@@ -89,6 +90,33 @@ def test_every_figure_is_the_reports_own(study: Path, exported: Path) -> None:
     assert drawings and {path.name: path.read_bytes() for path in exported.glob("*.svg")} == drawings
     with_data = {path.stem for path in exported.glob("*.csv") if not path.stem.startswith("table-")}
     assert with_data == {name.removesuffix(".svg").removesuffix("-whole").removesuffix("-late") for name in drawings}
+
+
+def test_every_figure_is_a_pdf_in_light_colours_with_its_font_and_its_text(exported: Path) -> None:
+    """Read from the uncompressed streams of the file itself: no reader of PDF is a dependency."""
+    names = {path.stem for path in exported.glob("*.svg")}
+    assert names and {path.stem for path in exported.glob("*.pdf")} == names
+    for name in sorted(names)[:3]:
+        raw = (exported / f"{name}.pdf").read_bytes()
+        assert raw.startswith(b"%PDF-") and b"/FontFile2" in raw and b"CreationDate" not in raw and b"Producer" not in raw
+        streams = [zlib.decompress(found) for found in re.findall(rb"stream\r?\n(x.*?)\r?\nendstream", raw, re.DOTALL)]
+        page = b"\n".join(stream for stream in streams if b" Tf" in stream)
+        assert b"Tj" in page or b"TJ" in page, "text was drawn as paths"
+        assert b"0.996" not in page, "a sentinel colour was left in the drawing"
+        ink = tuple(int(PALETTE["ink"][0][i : i + 2], 16) / 255 for i in (1, 3, 5))
+        colors = {tuple(map(float, found.split())) for found in re.findall(rb"((?:[\d.]+ ){3})(?=rg)", page)}
+        assert any(color == pytest.approx(ink, abs=1e-3) for color in colors)
+
+
+def test_the_same_panel_gives_the_same_pdf(exported: Path) -> None:
+    def paint(figure: Figure) -> None:
+        top = canvas.heading(figure, "Title \u2212 $x$", "nats")
+        canvas.axes(figure, left=40, top=top).plot([0, 1], [1, 2], color=color("arm-1"))
+
+    panel = canvas.draw("p", "A line.", paint, height=200, data=[["x"], [1]])
+    first = canvas.pdf(panel)
+    assert first == canvas.pdf(panel) and "fe00" in panel.svg, "drawing a PDF leaves the page's colours alone"
+    assert panel == canvas.draw("p", "A line.", paint, height=200)
 
 
 def test_loss_curves_hold_every_drawn_point(exported: Path, figures: dict[str, Figure]) -> None:

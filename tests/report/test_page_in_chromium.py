@@ -51,7 +51,9 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory, write_study: Callable[..., Path]) -> dict[str, Path]:
+def pages(
+    tmp_path_factory: pytest.TempPathFactory, write_study: Callable[..., Path], scenarios: dict[str, Callable[..., dict[str, Any]]]
+) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("studies")
     name = "LR-AttnRes, a quarter of the width, slice normalised"
     arms = {
@@ -66,12 +68,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory, write_study: Callable[..., P
         "three arms": write_report(write_study(folder / "three")),
         "six arms": write_report(write_study(folder / "six", arms=arms, comparisons=[(f"a{i}", "a0") for i in range(1, 6)], seeds=(0, 1))),
         "one seed": write_report(write_study(folder / "one", seeds=(0,), unfinished={("block", 0): 120})),
+        **{kind: write_report(write_study(folder / kind, **scenarios[kind]())) for kind in ("controls", "sweep", "scales")},
     }
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("study", ["three arms", "six arms", "one seed"])
+@pytest.mark.parametrize("study", ["three arms", "six arms", "one seed", "controls", "sweep", "scales"])
 def test_the_page_is_whole(browser: Any, pages: dict[str, Path], study: str, width: int, scheme: str) -> None:
     page = browser.open(pages[study].as_uri(), width=width, scheme=scheme)
     page.evaluate("document.querySelectorAll('details').forEach((node) => { node.open = true; })")

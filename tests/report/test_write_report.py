@@ -74,13 +74,13 @@ def test_every_section_and_every_figure_is_there(page: Reader) -> None:
     assert panels == {
         "endpoints", "differences", "gap-2-1", "gap-1-0", "gap-2-0",
         "training-whole", "training-late", "validation-whole", "validation-late",
-        "routing-1-shared", "routing-2-query-key", "routing-2-value", "routing-2-shared", "divergence",
+        "routing-1-shared", "routing-2-query-key", "routing-2-value", "routing-2-shared", "divergence", "gradient-norms",
     }  # fmt: skip
 
 
 def test_figures_are_described_and_captioned(page: Reader) -> None:
     drawings = page.find("svg")
-    assert len(drawings) == 14
+    assert len(drawings) == 15
     assert all(d["role"] == "img" and len(d["aria-label"] or "") > 40 for d in drawings)
     assert len(page.find("figcaption")) == len(page.find("figure"))
 
@@ -223,7 +223,7 @@ def test_markdown_says_the_same_and_shows_files_that_exist(full: Path, page: Rea
     for anchor, heading in (("setup", "What was run"), ("limits", "What this study cannot show")):
         assert anchor in SECTIONS and f"## {heading}" in markdown
     shown = re.findall(r"\]\(([^)]+\.svg)\)", markdown)
-    assert len(shown) == 14
+    assert len(shown) == 15
     for name in shown:
         drawing = (full / "report" / name).read_text(encoding="utf-8")
         assert drawing.startswith("<svg") and "fe00" not in drawing
@@ -377,7 +377,11 @@ def test_a_folder_that_is_no_study_is_refused_in_one_sentence(tmp_path: Path, wr
     write_json(tmp_path / "plan.json", {"name": "x", "arms": [], "seeds": []})
     with pytest.raises(RequestError, match="lacks the field 'comparisons'"):
         write_report(tmp_path)
-    write_json(tmp_path / "plan.json", {"name": "x", "arms": [], "seeds": [], "comparisons": [["a", "b"]]})
+    whole = {"name": "x", "arms": [], "seeds": [], "comparisons": [["a", "b"]], "endpoint": "validation", "claims": [], "extensions": []}
+    write_json(tmp_path / "plan.json", whole | {"format": 1})
+    with pytest.raises(RequestError, match="has format 1; this version of depthroute reads format 2"):
+        write_report(tmp_path)
+    write_json(tmp_path / "plan.json", whole | {"format": 2})
     with pytest.raises(RequestError, match="compares the arm 'a', which it does not define"):
         write_report(tmp_path)
     assert not (tmp_path / "report").exists()

@@ -34,6 +34,8 @@ def longer(study: Study) -> Study:
         ({"claims": (claim(parent="block"),)}, "about block and block, which the study does not compare"),
         ({"claims": (claim(margin=-0.1),)}, "has the margin -0.1; it takes 0 nats or more"),
         ({"claims": (claim(kind="equivalent"),)}, "has the margin 0.0; it takes a positive number of nats"),
+        ({"claims": (claim(kind="identical", margin=0.1),)}, "has the margin 0.1; it takes 0 and nothing else"),
+        ({"claims": (claim(), claim(kind="identical"))}, "is there more than once; give each a text of its own"),
         ({"claims": (claim(kind="saves", margin=1.2),)}, "three scales or more, and 0 have"),
         ({"comparisons": (("block", "plain"), ("block", "plain"))}, "more than once"),
     ],
@@ -142,6 +144,34 @@ def test_an_extension_changes_nothing_that_is_there(study: Study, tmp_path: Path
         with pytest.raises(RequestError, match="holds another plan"):
             write_plan(dataclasses.replace(longer(study), **change), tmp_path, extend=True)
     assert (tmp_path / "plan.json").read_bytes() == before
+
+
+def test_an_extension_may_say_otherwise_where_a_claim_ends_and_the_plan_stays(study: Study, tmp_path: Path) -> None:
+    """Recipes put the number of seeds into the boundary of every claim."""
+    claimed = dataclasses.replace(study, claims=(claim(boundary="2 seeds"),))
+    write_plan(claimed, tmp_path)
+    more = dataclasses.replace(claimed, seeds=(7, 3, 11), claims=(claim(boundary="3 seeds"), claim(text="New", boundary="3 seeds")))
+    grown = write_plan(more, tmp_path, extend=True)
+    assert [entry["boundary"] for entry in grown["claims"]] == ["2 seeds", "3 seeds"]
+    assert grown["extensions"][0]["seeds"] == [11] and write_plan(more, tmp_path, extend=True) == grown
+
+
+def test_an_arm_gets_no_more_of_the_planned_seeds_unseen(study: Study, tmp_path: Path) -> None:
+    """Only a seed that is new to the study is written down as one that came later."""
+    arms = {**study.arms, "once": dataclasses.replace(study.arms["block"], seeds=(7,))}
+    few = dataclasses.replace(study, arms=arms, comparisons=(("block", "plain"), ("once", "plain")))
+    write_plan(few, tmp_path)
+    more = dataclasses.replace(few, arms={**arms, "once": dataclasses.replace(arms["once"], seeds=(7, 3))})
+    with pytest.raises(RequestError, match=r"holds another plan: arms\[2\].seeds\[1\] is absent there and 3 here"):
+        write_plan(more, tmp_path, extend=True)
+    new = dataclasses.replace(few, seeds=(7, 3, 11), arms={**arms, "once": dataclasses.replace(arms["once"], seeds=(7, 11))})
+    assert write_plan(new, tmp_path, extend=True)["extensions"][0]["seeds"] == [11]
+
+
+def test_the_last_step_is_the_last_milestone_of_every_arm(study: Study) -> None:
+    longer_arm = dataclasses.replace(study.base, train=dataclasses.replace(study.base.train, steps=9))
+    plan = plan_of(dataclasses.replace(study, arms={**study.arms, "long": Arm(label="Long", config=longer_arm)}, milestones=(3,)))
+    assert [milestones(plan, name) for name in ("plain", "block", "long")] == [[3, 6], [3, 6], [3, 9]]
 
 
 def test_the_history_of_a_plan_cannot_be_taken_out(study: Study, tmp_path: Path) -> None:

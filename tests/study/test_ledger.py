@@ -23,12 +23,14 @@ def claim(kind: str, arm: str, parent: str = "base", text: str = "", **fields: A
     return {"text": text or f"{kind} {arm}", "kind": kind, "arm": arm, "parent": parent, **plain, **fields}
 
 
-def plan(claims: Sequence[Mapping[str, Any]], seeds: Sequence[int] = (0, 1, 2, 3), late: Sequence[str] = ()) -> dict[str, Any]:
+def plan(
+    claims: Sequence[Mapping[str, Any]], seeds: Sequence[int] = (0, 1, 2, 3), late: Sequence[str] = (), late_seeds: Sequence[int] = ()
+) -> dict[str, Any]:
     arms = sorted({name for entry in claims for name in (entry["arm"], entry["parent"])})
     return {
         "arms": [{"name": name, "seeds": list(seeds), "scale": "", "factors": {}} for name in arms],
         "claims": list(claims),
-        "extensions": [{"claims": list(late)}] if late else [],
+        "extensions": [{"arms": [], "seeds": list(late_seeds), "claims": list(late)}] if late or late_seeds else [],
     }
 
 
@@ -93,6 +95,23 @@ def test_contradiction_is_heard_without_adjustment() -> None:
     assert first["holm_p"] > 0.05 and first["verdict"] == "contradicted"
 
 
+def test_an_effect_short_of_the_margin_contradicts_a_claim_of_more() -> None:
+    assert verdicts([claim("lower", "good", margin=0.05)], PAIRS) == ["contradicted"], "its interval lies above -0.05"
+    assert verdicts([claim("lower", "weak", margin=0.03)], PAIRS) == ["undecided"]
+
+
+def test_seeds_that_came_later_decide_no_planned_claim() -> None:
+    """Whoever may add pairs until a claim holds will see it hold."""
+    differences = {"a": [-0.02, -0.01, -0.03, 0.004, -0.02, -0.02]}
+    claims = [claim("lower", "a"), claim("lower", "a", text="late")]
+    planned, late = ledger(plan(claims, seeds=range(6), late=["late"], late_seeds=[4, 5]), compared(differences), {}, {})
+    (before,) = ledger(plan(claims[:1]), compared({"a": differences["a"][:4]}), {}, {})
+    assert planned["verdict"] == before["verdict"] == "undecided" and planned["p"] == before["p"]
+    assert planned["evidence"]["t_interval"] == before["evidence"]["t_interval"] and planned["evidence"]["seeds"] == 4
+    assert "4 pairs, without 2 that came after the plan" in planned["evidence"]["sentence"]
+    assert late["verdict"] == "supported" and late["evidence"]["seeds"] == 6
+
+
 def test_equivalent_is_decided_by_two_one_sided_tests() -> None:
     claims = [claim("equivalent", name, margin=margin) for name, margin in (("good", 0.03), ("good", 0.01), ("bad", 0.01), ("weak", 0.01))]
     assert verdicts(claims, PAIRS) == ["supported", "contradicted", "contradicted", "undecided"]
@@ -135,6 +154,18 @@ def runs(design: Mapping[str, Any], saved: float) -> tuple[dict[tuple[str, int],
         for seed in arm["seeds"]:
             losses[arm["name"], seed] = 50 * (budget * (saved if routed else 1)) ** -0.1 * (1 + 0.0005 * (-1) ** (seed + step))
     return losses, compute
+
+
+def test_cells_that_came_later_move_no_planned_law() -> None:
+    """The best of several arms stands for a method; one that was added after the plan may not."""
+    design = scaling_plan([claim("saves", "routed", "plain", margin=1.0)])
+    losses, compute = runs(design, 1.25)
+    before = ledger(design, [], losses, compute)
+    tuned = {**design["arms"][-1], "name": "tuned", "seeds": [0, 1, 2]}
+    arms = [{**arm, "seeds": [0, 1, 2]} for arm in design["arms"]]
+    grown = {**design, "arms": [*arms, tuned], "extensions": [{"arms": ["tuned"], "seeds": [2], "claims": []}]}
+    more = {**losses, **{(arm["name"], 2): 9.0 for arm in arms}, **{("tuned", seed): 0.1 for seed in range(3)}}
+    assert ledger(grown, [], more, {**compute, "tuned": compute["routed-XL"]}) == before
 
 
 def test_saved_compute_is_read_off_laws_over_scales() -> None:

@@ -55,7 +55,7 @@ def test_what_a_trunk_trains_for_a_branch_is_counted_once(study: Study, tmp_path
 
 def test_hours_follow_from_the_speed_that_was_measured(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(study)
-    write_json(tmp_path / "machine.json", {"tokens_per_second": 200.0, "flops_per_token": 5.0})
+    write_json(tmp_path / "machine.json", {"tokens_per_second": 200.0, "flops_per_token": 5.0, "workers": 2, "cores": 2})
     known = price_of(plan, tmp_path)
     assert known.flops_per_second == 1000.0
     assert known.hours == pytest.approx(known.flops / 1000 / 3600)
@@ -73,3 +73,8 @@ def test_hours_follow_from_the_speed_that_was_measured(study: Study, tmp_path: P
     measured = price_of(plan, tmp_path / "elsewhere", measure=True)
     assert asked == [(3, 1)]
     assert measured.flops_per_second == pytest.approx(50.0 * prices.flops_per_token(study.config_of("plain")))
+    # A speed of another split than the one that is asked for is none.
+    price_of(plan, tmp_path, measure=True, workers=1, cores=2)
+    assert price_of(plan, tmp_path, measure=True, workers=2).flops_per_second == 1000.0
+    price_of(plan, tmp_path / "elsewhere", measure=True, cores=2)
+    assert asked == [(3, 1), (1, 1), (2, 1)]

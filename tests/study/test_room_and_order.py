@@ -163,6 +163,18 @@ def test_a_cell_cut_by_its_time_limit_goes_on_as_long_as_it_advances(study: Stud
     assert [entry["reason"] for entry in statistics["missing"]] == ["over.", "made up."]
 
 
+def test_a_job_of_an_earlier_start_may_be_of_an_arm_that_is_complete(study: Study, tmp_path: Path) -> None:
+    """It ended while nobody looked: its cells need nothing any more, and the others are started beside it."""
+    run_study(study, tmp_path, workers=1, console=False)
+    for seed in study.seeds:
+        (tmp_path / f"runs/block/seed-{seed}/result.json").unlink()
+    script = Script(tmp_path, [Ended(reason=None)], shares_machine=False)
+    script.running.append(("plain", 3))
+    script.left = lambda: [ScriptedJob(script, ("plain", 3))]  # type: ignore[method-assign]
+    run_study(None, tmp_path, workers=2, executor=lambda directory, lock: script, console=False)
+    assert script.together == [[("plain", 3), ("block", 7)], [("block", 7), ("block", 3)]]
+
+
 def test_as_many_workers_as_the_cores_allow(study: Study, tmp_path: Path) -> None:
     (tmp_path / "behaviour.json").write_text(json.dumps({"plain/7": "meet", "block/7": "meet"}))
     statistics = run_study(study, tmp_path, workers=None, cores=2, memory_bytes=ROOM, console=False)

@@ -14,7 +14,7 @@ from depthroute.study import split
 from depthroute.study.design import Study
 from depthroute.study.pace import Pace, measure_pace
 from depthroute.study.plan import read_plan
-from depthroute.study.runner import run_study
+from depthroute.study.runner import plan_study, run_study
 from depthroute.study.split import flops_per_token, read_machine, splits, with_threads
 from depthroute.train import RunConfig, resolve
 
@@ -99,6 +99,25 @@ def test_a_study_goes_on_with_the_threads_of_its_plan(
     run_study(grown, tmp_path, workers=None, cores=1, memory_bytes=ROOM, extend=True, console=False)
     assert [arm["config"]["train"]["threads"] for arm in read_plan(tmp_path)["arms"]] == [2, 2, 2]
     assert len(tried) == 3
+
+
+def test_threads_that_were_measured_hold_whatever_the_number_of_workers(
+    study: Study, tmp_path: Path, fake_worker: None, tried: list[tuple[RunConfig, int, int]]
+) -> None:
+    """The number of workers is no part of a plan: another one must find the plan that is there."""
+    given = opened(study)
+    plan = plan_study(given, tmp_path, workers=None, cores=4, memory_bytes=ROOM, console=False)
+    assert run_study(given, tmp_path, workers=1, memory_bytes=ROOM, console=False)["missing"] == []
+    assert read_plan(tmp_path) == plan and plan["arms"][0]["config"]["train"]["threads"] == 2
+
+
+def test_no_plan_is_left_behind_that_could_not_be_run(study: Study, tmp_path: Path, fake_worker: None) -> None:
+    """The advice is to set train.threads, which makes it another plan."""
+    for begin in (plan_study, run_study):
+        with pytest.raises(RequestError, match=r"workers = 2 needs train\.threads in the plan"):
+            begin(opened(study), tmp_path, workers=2, memory_bytes=ROOM, console=False)  # type: ignore[operator]
+        assert not (tmp_path / "plan.json").exists()
+    assert run_study(study, tmp_path, workers=2, memory_bytes=ROOM, console=False)["missing"] == []
 
 
 def test_a_plan_without_threads_stays_so(study: Study, tmp_path: Path, fake_worker: None, tried: list[tuple[RunConfig, int, int]]) -> None:
