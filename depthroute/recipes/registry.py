@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from depthroute.common.errors import RequestError, choose
 from depthroute.data import PrepareConfig
-from depthroute.recipes import attention_residuals, attention_residuals_sweeps, low_rank, multi_hop, next_tests, role_decoupled
+from depthroute.recipes import attention_residuals, attention_residuals_sweeps, low_rank, multi_hop, next_tests, role_decoupled, route_rate
 from depthroute.recipes.forms import Form
 from depthroute.study.plan import Study
 
@@ -72,6 +72,10 @@ STUDIES: dict[str, StudyRecipe] = {
     ),
     "multi-hop": StudyRecipe(
         description="composition of 1 to 4 look-ups in shallow and deep bodies", build=multi_hop.multi_hop_study, data=multi_hop.data
+    ),
+    "route-rate": StudyRecipe(
+        description="key rank crossed with the learning rate of the routes: are narrow keys worse, or slower?",
+        build=route_rate.route_rate_study,
     ),
     "crossed": StudyRecipe(
         description="which of learning rates, head width and length decides between Block, low-rank keys and RD",

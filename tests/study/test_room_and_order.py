@@ -172,7 +172,7 @@ def test_a_job_of_an_earlier_start_may_be_of_an_arm_that_is_complete(study: Stud
     script.running.append(("plain", 3))
     script.left = lambda: [ScriptedJob(script, ("plain", 3))]  # type: ignore[method-assign]
     run_study(None, tmp_path, workers=2, executor=lambda directory, lock: script, console=False)
-    assert script.together == [[("plain", 3), ("block", 7)], [("block", 7), ("block", 3)]]
+    assert script.together == [[("plain", 3), ("block", 7)], [("block", 3)]]
 
 
 def test_as_many_workers_as_the_cores_allow(study: Study, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from depthroute.common.errors import FailureError
+from depthroute.common.errors import FailureError, RequestError
 from depthroute.common.files import read_json
 from depthroute.study import split
 from depthroute.study.design import Study
