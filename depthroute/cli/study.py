@@ -105,7 +105,8 @@ def _say_plan(study: Study, options: Options, memory: int | None, executor: Call
     plan = plan_study(
         study, options.out, workers=options.workers, cores=options.cores, memory_bytes=memory, executor=executor, extend=options.extend
     )
-    print("\n".join(price_lines(price_of(plan, options.out, measure=True, workers=options.workers, cores=options.cores))))
+    here = not options.slurm  # the speed of the node that submits says nothing about the others
+    print("\n".join(price_lines(price_of(plan, options.out, measure=here, workers=options.workers, cores=options.cores))))
     print(f"\nplan: {options.out / 'plan.json'}, hash {plan['hash'][:12]}. The same command without --plan trains it.")
 
 
@@ -118,6 +119,8 @@ def _study(options: Options, data: Path, vocabulary: int | None) -> Study:
     settings = changes(options.set)
     if "train.seed" in settings:
         raise RequestError("--set train.seed does not apply to a study; name its seeds: --seeds 1 2 3.")
+    if "model.residual" in settings:
+        raise RequestError("--set model.residual does not apply to a study, whose arms differ in it; name them with --arm.")
     ways = {"--study": options.study, "--baselines": options.baselines, "--arm": options.arm}
     given = [name for name, value in ways.items() if value]
     if len(given) > 1:

@@ -34,9 +34,12 @@ def run_in(
         settings: dotted changes, applied after everything else.
 
     Raises:
-        RequestError: a specification or a setting that is not one.
+        RequestError: a specification or a setting that is not one, or `model.residual` among the settings: it would be put in the place
+            of every arm's own.
     """
     settings = settings or {}
+    if "model.residual" in settings:
+        raise RequestError("model.residual cannot be set for a whole study, whose arms differ in it; set one of its fields.")
     open_end = dataclasses.replace(made, train=dataclasses.replace(made.train, milestones=()))
     run = run_of(open_end, data, vocabulary=vocabulary, residual=residual, settings=settings)
     if "train.milestones" in settings:

@@ -9,6 +9,7 @@ from depthroute.report.control_plots import control_figure
 from depthroute.report.cost_plots import cost_figure
 from depthroute.report.curve_plots import curves_figure
 from depthroute.report.document import Block, Bullets, Details, Document, FigureBlock, Paragraph, Section, Table
+from depthroute.report.effect_view import effect_blocks
 from depthroute.report.featured import featured_arms, left_out
 from depthroute.report.gradient_plots import gradient_figure
 from depthroute.report.numbers import NO_BREAK
@@ -34,6 +35,7 @@ def compose(study: StoredStudy) -> Document:
         Section("results", "Paired results", _results(study)),
         Section("sweep", "The sweep", sweep_blocks(study)),
         Section("scales", "Over scales", [*scale_blocks(study, FEW), *scaling_blocks(study)]),
+        Section("effects", "Which factor decides", effect_blocks(study)),
         Section("splits", "Other evaluation splits", split_blocks(study, FEW)),
         Section("noise", "Seeds and texts", noise.blocks(study, FEW)),
         Section("papers", "Beside the papers", _papers(study)),

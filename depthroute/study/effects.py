@@ -38,8 +38,8 @@ class Condition:
 def main_effects(conditions: Sequence[Condition]) -> tuple[Effect, ...]:
     """The effect of every factor: the mean gap of the conditions in which it is high, minus that of the others.
 
-    With K conditions of n_k seeds and the within-condition variance s^2 pooled over them, an effect has variance 4 s^2 / K^2 sum 1 / n_k and
-    sum (n_k - 1) degrees of freedom. So the interval is about other seeds, in these conditions.
+    With K conditions of n_k seeds and the within-condition variance s^2 pooled over them, an effect has variance 4 s^2 / K^2 sum 1 / n_k
+    and sum (n_k - 1) degrees of freedom. So the interval is about other seeds, in these conditions.
 
     Raises:
         RequestError: fewer than two conditions, one without a difference, factors that differ between conditions, a factor without two

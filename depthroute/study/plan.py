@@ -34,15 +34,15 @@ GROWS: dict[str, Callable[[Any], Any]] = {
 Cell = tuple[str, int]  # the name of an arm, and a seed
 
 
-def plan_of(study: Study, written: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def plan_of(study: Study, written: Mapping[str, Any] | None = None, *, here: bool = True) -> dict[str, Any]:
     """The plan of a study as `plan.json` holds it, but for `written_at` and `hash`.
 
     Nothing is left to choose: "auto" becomes what this machine takes, or what `written`, a plan to be gone on with, says. An empty data
-    fingerprint becomes that of the data.
+    fingerprint becomes that of the data. With `here` false the cells are trained on other machines, and "cuda" needs no GPU in this one.
 
     Raises:
-        RequestError: what `Study.check` refuses, milestones beyond an arm's steps, a trunk that an arm cannot branch from, or a pair that
-            differs where the study does not declare it.
+        RequestError: what `Study.check` refuses, milestones beyond an arm's steps, a trunk that an arm cannot branch from, a device or a
+            precision that cannot be had or chosen here, or a pair that differs where the study does not declare it.
     """
     study.check()
     configs = {name: study.config_of(name) for name in study.arms}
@@ -67,7 +67,7 @@ def plan_of(study: Study, written: Mapping[str, Any] | None = None) -> dict[str,
                 "seeds": list(study.seeds_of(name)),
                 "trunk": arm.trunk,
                 "paper": to_json(arm.paper),
-                "config": to_json(_resolved(configs[name], data_fingerprint, before.get(name))),
+                "config": to_json(_resolved(configs[name], data_fingerprint, before.get(name), here)),
             }
             for name, arm in study.arms.items()
         ],
@@ -85,7 +85,12 @@ def plan_of(study: Study, written: Mapping[str, Any] | None = None) -> dict[str,
 
 
 def write_plan(
-    study: Study, directory: Path, *, extend: bool = False, check: Callable[[Mapping[str, Any]], object] = lambda plan: None
+    study: Study,
+    directory: Path,
+    *,
+    extend: bool = False,
+    here: bool = True,
+    check: Callable[[Mapping[str, Any]], object] = lambda plan: None,
 ) -> dict[str, Any]:
     """Write `directory/plan.json` with its hash, or find the same plan there; return the plan that is there now.
 
@@ -95,6 +100,7 @@ def write_plan(
     what is there keeps its words: the study's name and question, and where its claims end, which `boundary` may say in numbers of seeds.
 
     Args:
+        here: as in `plan_of`.
         check: called with a plan before it is written; it refuses one with which its caller could not go on.
 
     Raises:
@@ -105,7 +111,7 @@ def write_plan(
     now = datetime.now(UTC).isoformat(timespec="seconds")
     if path.exists():
         written = read_plan(directory)
-        plan = plan_of(study, written)
+        plan = plan_of(study, written, here=here)
         grown, added = _with_additions(written, plan)
         changed = next(_changes(written, grown if extend else plan, growing=extend), None)
         if changed is not None:
@@ -122,7 +128,7 @@ def write_plan(
     else:
         if (directory / "runs").exists():
             raise RequestError(f"{directory} holds runs but no plan.json; a plan comes before its runs. Choose another folder.")
-        plan = plan_of(study) | {"written_at": now}
+        plan = plan_of(study, here=here) | {"written_at": now}
     check(plan)
     plan["hash"] = plan_hash(plan)
     write_json(path, plan)
@@ -253,8 +259,8 @@ def _within(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith((f"{prefix}.", f"{prefix}["))
 
 
-def _resolved(config: RunConfig, data_fingerprint: str, before: RunConfig | None) -> RunConfig:
-    return resolve_run(dataclasses.replace(config, data_fingerprint=config.data_fingerprint or data_fingerprint), before)
+def _resolved(config: RunConfig, data_fingerprint: str, before: RunConfig | None, here: bool) -> RunConfig:
+    return resolve_run(dataclasses.replace(config, data_fingerprint=config.data_fingerprint or data_fingerprint), before, here=here)
 
 
 def _with_additions(there: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[Any]]]:

@@ -81,7 +81,8 @@ def run_study(
         def at_once(planned: Mapping[str, Any]) -> int:
             return _workers(planned, workers, budget, made)
 
-        plan = read_plan(directory) if study is None else _planned(study, directory, split, at_once, extend=extend, console=console)
+        here = made.shares_machine
+        plan = read_plan(directory) if study is None else _planned(study, directory, split, here, at_once, extend=extend, console=console)
         number = at_once(plan)
         progress = stack.enter_context(Progress(plan, directory, visible=console))
         run = _Run(directory, plan, made, progress, number, sinks, budget if made.shares_machine else None)
@@ -115,7 +116,11 @@ def plan_study(
     with _only_one(directory) as lock:
         made = executor(directory, lock)
         split = budget if workers is None and executor is LocalExecutor else None
-        return _planned(study, directory, split, lambda plan: _workers(plan, workers, budget, made), extend=extend, console=console)
+
+        def at_once(planned: Mapping[str, Any]) -> int:
+            return _workers(planned, workers, budget, made)
+
+        return _planned(study, directory, split, made.shares_machine, at_once, extend=extend, console=console)
 
 
 def _budget(cores: int | None, memory_bytes: int | None) -> Budget:
@@ -125,14 +130,21 @@ def _budget(cores: int | None, memory_bytes: int | None) -> Budget:
 
 
 def _planned(
-    study: Study, directory: Path, split: Budget | None, check: Callable[[Mapping[str, Any]], object], *, extend: bool, console: bool
+    study: Study,
+    directory: Path,
+    split: Budget | None,
+    here: bool,
+    check: Callable[[Mapping[str, Any]], object],
+    *,
+    extend: bool,
+    console: bool,
 ) -> dict[str, Any]:
     """The plan of a study. Open threads are those of the plan that is there, or measured to be best on the machine of `split`."""
     if split is not None or (directory / "plan.json").exists():
         cores, memory = (None, None) if split is None else (split.cores, split.memory_bytes)
         say = (lambda line: print(line, flush=True)) if console else None
         study = with_threads(study, directory, cores=cores, memory_bytes=memory, report=say)
-    return write_plan(study, directory, extend=extend, check=check)
+    return write_plan(study, directory, extend=extend, here=here, check=check)
 
 
 class _Run:

@@ -121,7 +121,8 @@ def _median(study: Study, names: list[str]) -> tuple[str, RunConfig]:
 
 
 def _is_open(config: RunConfig) -> bool:
-    return config.train.threads is None and resolve_device(config.train.device) == "cpu"
+    settings = config.train  # a GPU that is asked for may be in another machine, and is not looked for
+    return settings.threads is None and settings.device != "cuda" and resolve_device(settings.device) == "cpu"
 
 
 def _filled(study: Study, threads: dict[str, int | None]) -> Study:

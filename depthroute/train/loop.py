@@ -74,11 +74,22 @@ def train(config: RunConfig, directory: Path, *, console: bool = True, sinks: Se
             return _Run(config, folder, data, interruption).complete(facts, visible=console, sinks=sinks)
 
 
-def resolve(config: RunConfig, recorded: RunConfig | None = None) -> RunConfig:
-    """`config` with nothing left to choose: "auto" and None become what this machine, or the recorded run to be continued, takes."""
+def resolve(config: RunConfig, recorded: RunConfig | None = None, *, here: bool = True) -> RunConfig:
+    """`config` with nothing left to choose: "auto" and None become what this machine, or the recorded run to be continued, takes.
+
+    With `here` false the run is trained on another machine, and "cuda" needs no GPU in this one.
+
+    Raises:
+        RequestError: "cuda" where there is no GPU, or, elsewhere, with a precision that only that GPU could choose.
+    """
     settings, before = config.train, recorded.train if recorded else None
-    device = resolve_device(before.device if before and settings.device == "auto" else settings.device)
-    precision = resolve_precision(before.precision if before and settings.precision == "auto" else settings.precision, device)
+    device = before.device if before and settings.device == "auto" else settings.device
+    precision = before.precision if before and settings.precision == "auto" else settings.precision
+    if here or device == "auto":
+        device = resolve_device(device)
+    elif device == "cuda" and precision == "auto":
+        raise RequestError("train.precision = 'auto' is for the GPU to choose, which is in another machine; set bf16 or float32.")
+    precision = resolve_precision(precision, device)
     settings = dataclasses.replace(settings, device=device, precision=precision, microbatch=settings.microbatch or settings.sequences)
     fingerprint = config.data_fingerprint or (recorded.data_fingerprint if recorded else "")
     return dataclasses.replace(config, train=settings, data_fingerprint=fingerprint)

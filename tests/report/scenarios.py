@@ -101,6 +101,21 @@ def scales(names: tuple[str, ...] = ("XS", "S", "M", "L")) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def crossed() -> dict[str, Any]:
+    """Two methods in the four conditions of two factors: the rate moves the gap by -0.04, the steps do not."""
+    arms: dict[str, tuple[str, dict[str, Any], float]] = {}
+    details: dict[str, dict[str, Any]] = {}
+    for rate in (1e-3, 3e-3):
+        for steps in (150, 600):
+            scale = f"{'h' if rate > 1e-3 else 'l'}{'h' if steps > 150 else 'l'}"
+            for method, residual, label, gain in (("prenorm", PLAIN, "PreNorm", 0.0), ("block", BLOCK, "Block AttnRes", -0.1)):
+                arms[f"{method}-{scale}"] = (f"{label}, {scale}", residual, gain - 0.04 * (rate > 1e-3 and method == "block"))
+                factors = {"method": method, "learning_rate": rate, "steps": steps}
+                details[f"{method}-{scale}"] = {"scale": scale, "factors": factors}
+    pairs = [(f"block-{scale}", f"prenorm-{scale}") for scale in ("ll", "lh", "hl", "hh")]
+    return {"arms": arms, "details": details, "comparisons": pairs, "routed": False}
+
+
 def large(number: int = 33) -> dict[str, Any]:
     """A study of many routed arms against one parent."""
     arms = {"prenorm": ("PreNorm", PLAIN, 0.0)}

@@ -15,6 +15,7 @@ from depthroute.common.files import read_json
 from depthroute.report import noise, trajectories
 from depthroute.report.cost_plots import bought, cost_figure, front
 from depthroute.report.document import Block, Details, FigureBlock, Panel, Paragraph, Table
+from depthroute.report.effect_view import crossings, effect_blocks
 from depthroute.report.featured import CURVES, PANELS, featured_arms, featured_comparisons
 from depthroute.report.gradient_plots import gradient_figure
 from depthroute.report.outcome_plots import simultaneous_band
@@ -30,7 +31,7 @@ from depthroute.study.scales import across_scales
 
 WriteStudy = Callable[..., Path]
 Scenarios = dict[str, Callable[..., dict[str, Any]]]
-SCENARIOS = ("controls", "sweep", "scales")
+SCENARIOS = ("controls", "sweep", "scales", "crossed")
 
 
 @pytest.fixture(scope="module")
@@ -254,3 +255,23 @@ def test_compute_of_the_statistics_reaches_the_arms(studies: dict[str, StoredStu
     study = studies["controls"]
     assert [(arm.plain, arm.residual) for arm in study.arms[:2]] == [(6e6, 0.0), (6e6, 1e5)]
     assert read_json(study.cells["rd", 0].folder / "config.json")["model"]["layers"] == 8  # type: ignore[operator]
+
+
+def test_a_crossed_study_says_what_each_factor_does_to_the_gap(studies: dict[str, StoredStudy]) -> None:
+    study = studies["crossed"]
+    (crossing,) = crossings(study)
+    assert crossing.name == "Block AttnRes against PreNorm"
+    gaps = {c.arm.scale: statistics.mean(c.endpoint["differences"]) for c in study.comparisons if c.endpoint}
+    expected = {
+        "learning_rate": (gaps["hl"] + gaps["hh"] - gaps["ll"] - gaps["lh"]) / 2,
+        "steps": (gaps["lh"] + gaps["hh"] - gaps["ll"] - gaps["hl"]) / 2,
+    }
+    drawn = records(panels(effect_blocks(study))["effects-0"])
+    assert [line["factor"] for line in drawn] == list(expected)
+    for line in drawn:
+        assert line["effect"] == pytest.approx(expected[line["factor"]])
+        assert line["t_low"] < line["effect"] < line["t_high"]
+    assert drawn[0]["effect"] == pytest.approx(-0.04, abs=0.01) and abs(drawn[1]["effect"]) < 0.01
+    assert rows(effect_blocks(study))[0][:2] == ["learning_rate", "0.001 to 0.003"]
+    # Conditions are no sizes: nothing is fitted over them, and a study of sizes has no factors to tell apart.
+    assert methods(study) == [] and effect_blocks(studies["scales"]) == [] and effect_blocks(studies["sweep"]) == []
