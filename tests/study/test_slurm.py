@@ -212,6 +212,25 @@ def test_what_slurm_is_asked_for(cluster: Path, study: Study, tmp_path: Path) ->
     assert "#SBATCH --gpus-per-node=1\n" in (cluster / "script.sh").read_text()
 
 
+def test_a_gpu_that_jobs_are_to_have_is_not_looked_for_here(cluster: Path, study: Study, tmp_path: Path) -> None:
+    """Where no GPU is, "cuda" is refused for cells of this machine and planned for cells of another one."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    train = dataclasses.replace(study.base.train, device="cuda", threads=None)
+    base = dataclasses.replace(study.base, train=train)
+    arms = {name: dataclasses.replace(arm, config=dataclasses.replace(study.config_of(name), train=train)) for name, arm in study.arms.items()}
+    given = dataclasses.replace(study, base=base, arms=arms)
+    with pytest.raises(RequestError, match="torch sees no GPU here"):
+        plan_study(given, tmp_path / "here", workers=None, console=False)
+    for _ in range(2):  # the plan is found again as well
+        plan = plan_study(given, tmp_path / "there", workers=None, executor=on_slurm({}), console=False)
+    assert [arm["config"]["train"]["device"] for arm in plan["arms"]] == ["cuda", "cuda"]
+    auto = {name: dataclasses.replace(arm, config=dataclasses.replace(arm.config, train=dataclasses.replace(train, precision="auto")))  # type: ignore[type-var]
+            for name, arm in arms.items()}
+    with pytest.raises(RequestError, match="train.precision = 'auto' is for the GPU to choose, which is in another machine"):
+        plan_study(dataclasses.replace(given, arms=auto), tmp_path / "auto", workers=None, executor=on_slurm({}), console=False)
+
+
 def test_a_submission_that_slurm_refuses_is_a_failed_cell(cluster: Path, study: Study, tmp_path: Path) -> None:
     (cluster / "sbatch").write_text("#!/bin/sh\necho 'invalid partition' >&2\nexit 1\n")
     statistics = run_study(study, tmp_path / "study", executor=on_slurm({}), console=False)
