@@ -33,12 +33,12 @@ def blocks(study: StoredStudy) -> list[Block]:
     columns = [COLUMNS[index] for index in shown]
     caption = "What the study was to decide, and what it found." + (f" {CONTEXT}" if "Paper" in columns else "")
     picked = [[row[index] for index in shown] for row in rows]
-    found.append(Table(caption, columns, [(None, picked, [])], text_columns=len(columns) - ("p" in columns) - ("Holm p" in columns)))
+    found.append(Table(caption, columns, [(None, picked, [])], text_columns=len(columns)))
     return found
 
 
-COLUMNS = ("Claim", "Verdict", "Evidence", "Boundary", "Paper", "p", "Holm p")
-ALWAYS = COLUMNS[:4]
+COLUMNS = ("Claim", "Verdict", "p (Holm)", "Evidence", "Paper", "Boundary")
+ALWAYS = ("Claim", "Verdict", "Evidence", "Boundary")
 
 
 def papers(study: StoredStudy) -> list[Block]:
@@ -105,11 +105,10 @@ def _row(claim: Mapping[str, Any]) -> list[str]:
     return [
         claim["text"] + (POST_HOC if claim["post_hoc"] else ""),
         claim["verdict"],
+        numbers.probability(claim["p"]) + ("" if claim["holm_p"] is None else f" ({numbers.probability(claim['holm_p'])})"),
         claim["evidence"]["sentence"],
-        claim["boundary"] or NONE,
         NONE if paper is None else f"{shown_reference(paper, signed=claim['kind'] != 'saves')}; {paper.source}",
-        numbers.probability(claim["p"]),
-        numbers.probability(claim["holm_p"]),
+        claim["boundary"] or NONE,
     ]
 
 

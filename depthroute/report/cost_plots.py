@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from depthroute.report import canvas, numbers
 from depthroute.report.document import FigureBlock, Panel
+from depthroute.report.featured import featured_arms
 from depthroute.report.stored import Arm, StoredStudy
 from depthroute.report.theme import arm_color, color
 from depthroute.study.statistics import t_interval
@@ -15,13 +16,13 @@ from depthroute.study.statistics import t_interval
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-NAMED = 10  # with more arms only those on the front have a name and a colour
+NAMED = 10  # with more arms only featured ones and those on the front have a name and a colour
 
 
 @dataclass(frozen=True)
 class Bought:
-    """An arm against the plain arm at the end of its chain of parents: added FLOPs as a fraction, and the mean paired difference in "
-    "nats."""
+    """An arm against the plain arm at the end of its chain of parents: added FLOPs as a fraction, and the mean paired difference in
+    nats."""
 
     arm: Arm
     root: Arm
@@ -41,9 +42,10 @@ def cost_figure(study: StoredStudy) -> FigureBlock | None:
         f"{numbers.listed(list(dict.fromkeys(b.root.label for b in found)))}): to the right it computes more, below zero its loss is "
         "lower. FLOPs are those of forward and backward by closed formulas, attention scores and the output head included, norms and "
         "softmaxes not; they say nothing of memory traffic, which is what depth routing takes most of on a GPU. Bars are 95 % t "
-        "intervals over seeds. The line joins the arms that no other one beats in both."
+        "intervals over seeds. A line joins the arms of one scale that no other one beats in both."
     )
-    return FigureBlock("Loss against added arithmetic.", caption, [_panel(found)])
+    featured = featured_arms(study)
+    return FigureBlock("Loss against added arithmetic.", caption, [_panel(found, [b for b in found if b.arm in featured])])
 
 
 def bought(study: StoredStudy) -> list[Bought]:
@@ -62,13 +64,14 @@ def bought(study: StoredStudy) -> list[Bought]:
     return found
 
 
-def front(found: Sequence[Bought]) -> list[Bought]:
-    """The arms that no other beats in both, cheapest first."""
-    kept: list[Bought] = []
+def fronts(found: Sequence[Bought]) -> list[list[Bought]]:
+    """For each plain arm, the arms compared with it that no other beats in both, cheapest first."""
+    kept: dict[str, list[Bought]] = {}
     for one in sorted(found, key=lambda b: (b.added, b.difference)):
-        if not kept or one.difference < kept[-1].difference:
-            kept.append(one)
-    return kept
+        front = kept.setdefault(one.root.name, [])
+        if not front or one.difference < front[-1].difference:
+            front.append(one)
+    return list(kept.values())
 
 
 def _root(study: StoredStudy, arm: Arm) -> Arm:
@@ -83,9 +86,10 @@ def _flops(arm: Arm) -> float | None:
     return None if arm.plain is None or arm.residual is None else arm.plain + arm.residual
 
 
-def _panel(found: Sequence[Bought]) -> Panel:
-    best = front(found)
-    named = found if len(found) <= NAMED else best[:NAMED]
+def _panel(found: Sequence[Bought], featured: Sequence[Bought]) -> Panel:
+    lines = fronts(found)
+    best = [one for line in lines for one in line]
+    named = found if len(found) <= NAMED else [b for b in found if b in featured or b in best][:NAMED]
     entries = [(b.arm.index, b.arm.label) for b in named]
     width = 620.0
 
@@ -95,7 +99,8 @@ def _panel(found: Sequence[Bought]) -> Panel:
         top = canvas.heading(figure, "Loss against added FLOPs", "difference of losses, nats per token")
         ax = canvas.axes(figure, left=62, top=canvas.legend(figure, top, entries, markers=True) + 8, right=20, bottom=48)
         ax.axhline(0, color=color("ink"), linewidth=1.1, zorder=1)
-        ax.plot([100 * b.added for b in best], [b.difference for b in best], color=color("muted"), linewidth=1.1, zorder=1.5)
+        for line in lines:
+            ax.plot([100 * b.added for b in line], [b.difference for b in line], color=color("muted"), linewidth=1.1, zorder=1.5)
         for one in found:
             shown = one in named
             hue = arm_color(one.arm.index) if shown else color("muted")

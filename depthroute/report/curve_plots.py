@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from depthroute.report import canvas, numbers
 from depthroute.report.document import FigureBlock, Panel
-from depthroute.report.featured import featured_arms, left_out
+from depthroute.report.featured import featured_cells, left_out
 from depthroute.report.stored import Arm, StoredStudy
 from depthroute.report.theme import arm_color, color
 
@@ -34,7 +34,7 @@ class Curves:
 
 def curves_figure(study: StoredStudy, entropy: float | None) -> FigureBlock | None:
     """Training loss (smoothed) and validation loss per arm; the unigram entropy in nats is a reference line where it is known."""
-    cells = [(arm, study.complete(arm)) for arm in featured_arms(study)]
+    cells, seeds = featured_cells(study)
     last = max((cell.metrics[-1]["step"] for _, done in cells for cell in done if cell.metrics), default=0)
     window = max(1, last // 50)
     training = [_curves(arm, [smooth([(m["step"], m["loss"]) for m in cell.metrics], window) for cell in done]) for arm, done in cells]
@@ -50,9 +50,9 @@ def curves_figure(study: StoredStudy, entropy: float | None) -> FigureBlock | No
         return None
     panels.sort(key=lambda panel: panel.name.endswith("late"))
     drawn_arms = len([arm for arm, done in cells if done])
-    caption = "Thick lines are means over the complete seeds, thin lines single seeds"
+    caption = f"Thick lines are means over {seeds}, thin lines single seeds"
     if drawn_arms > SOME:
-        caption = "Lines are means over the complete seeds. "
+        caption = f"Lines are means over {seeds}. "
     else:
         caption += " (left out of the training loss, where they would hide each other). " if drawn_arms > FEW else ". "
     caption += f"Training loss is a trailing mean over {numbers.plural(window, 'step')}. "

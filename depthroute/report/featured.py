@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from depthroute.report.stored import Arm, Comparison, StoredStudy, mentioned
+from depthroute.report.stored import Arm, Cell, Comparison, StoredStudy, mentioned
 
 CURVES = 8  # arms whose curves can still be told apart
 PANELS = 12  # comparisons that get a panel of their own
@@ -27,3 +27,16 @@ def left_out(shown: int, total: int, noun: str) -> str:
     if shown >= total:
         return ""
     return f" Drawn are {shown} of {total:,} {noun}: the headline's, those of claims, and the first of the rest."
+
+
+def featured_cells(study: StoredStudy) -> tuple[list[tuple[Arm, list[Cell]]], str]:
+    """The complete cells of every featured arm at the seeds that all of them have, and what a caption calls these seeds.
+
+    A mean over other seeds would set an arm apart by their luck. Where no seed is common, as in a study that has just begun, all are taken.
+    """
+    cells = [(arm, study.complete(arm)) for arm in featured_arms(study)]
+    sets = [{cell.seed for cell in done} for _, done in cells if done]
+    common = set.intersection(*sets) if sets else set()
+    if not common or all(seeds == common for seeds in sets):
+        return cells, "the complete seeds"
+    return [(arm, [cell for cell in done if cell.seed in common]) for arm, done in cells], f"the {len(common)} seeds that all of them have"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from depthroute.report import canvas
 from depthroute.report.curve_plots import Line, smooth
 from depthroute.report.document import FigureBlock, Panel
-from depthroute.report.featured import featured_arms, left_out
-from depthroute.report.stored import Arm, StoredStudy
+from depthroute.report.featured import featured_cells, left_out
+from depthroute.report.stored import Arm, Cell, StoredStudy
 from depthroute.report.theme import arm_color, color
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ LOGARITHMIC_FROM = 10.0  # largest over smallest drawn norm from which a linear 
 
 def gradient_figure(study: StoredStudy) -> FigureBlock | None:
     """The mean over seeds per arm, a trailing mean over steps as for the training loss."""
-    arms = featured_arms(study)
-    last = max((cell.metrics[-1]["step"] for arm in arms for cell in study.complete(arm) if cell.metrics), default=0)
+    cells, seeds = featured_cells(study)
+    last = max((cell.metrics[-1]["step"] for _, done in cells for cell in done if cell.metrics), default=0)
     window = max(1, last // 50)
-    lines = [(arm, _mean_line(study, arm, window)) for arm in arms]
+    lines = [(arm, _mean_line(done, window)) for arm, done in cells]
     drawn = [(arm, line) for arm, line in lines if len(line) > 1]
     if not drawn:
         return None
@@ -32,16 +32,15 @@ def gradient_figure(study: StoredStudy) -> FigureBlock | None:
     limit = clip.pop() if len(clip) == 1 else None
     values = [norm for _, line in drawn for _, norm in line]
     logarithmic = max(values) > LOGARITHMIC_FROM * min(values) > 0
-    caption = f"Norm of the whole gradient before clipping, mean over the complete seeds and a trailing mean over {window} steps"
+    caption = f"Norm of the whole gradient before clipping, mean over {seeds} and a trailing mean over {window} steps"
     caption += ", on a logarithmic axis" if logarithmic else ""
     caption += f". Gradients above {limit:g} (dashed) were scaled down to it." if limit is not None else "."
-    caption += left_out(len(arms), len(study.arms), "arms")
+    caption += left_out(len(cells), len(study.arms), "arms")
     return FigureBlock("Gradient norms.", caption, [_panel(drawn, last, limit, logarithmic)])
 
 
-def _mean_line(study: StoredStudy, arm: Arm, window: int) -> Line:
+def _mean_line(cells: Sequence[Cell], window: int) -> Line:
     """Steps at which every seed has a finite norm."""
-    cells = study.complete(arm)
     norms = [{m["step"]: float(m["gradient_norm"]) for m in cell.metrics if _finite(m.get("gradient_norm"))} for cell in cells]
     steps = sorted(set.intersection(*map(set, norms))) if norms else []
     return smooth([(step, math.fsum(seed[step] for seed in norms) / len(norms)) for step in steps], window)

@@ -33,6 +33,7 @@ ARMS = ("--arm", "prenorm", "--arm", "block:2", *SMALL)
         (("--study", "lowrank"), "unknown study 'lowrank'; perhaps you meant 'low-rank'"),
         (("--form", "paper"), "--form belongs to --study"),
         (("--set", "train.seed=4"), "name its seeds: --seeds 1 2 3"),
+        (("--set", 'model.residual={"method": "prenorm"}'), "--set model.residual does not apply to a study"),
         (("--set", "train.steps"), "--set train.steps: it takes FIELD=VALUE"),
         ((*ARMS, "--memory", "much"), "'much' is no size of memory"),
         ((*ARMS, "--memory", "1M"), "needs"),

@@ -13,10 +13,10 @@ from scipy import stats
 
 from depthroute.common.files import read_json
 from depthroute.report import noise, trajectories
-from depthroute.report.cost_plots import bought, cost_figure, front
+from depthroute.report.cost_plots import bought, cost_figure, fronts
 from depthroute.report.document import Block, Details, FigureBlock, Panel, Paragraph, Table
 from depthroute.report.effect_view import crossings, effect_blocks
-from depthroute.report.featured import CURVES, PANELS, featured_arms, featured_comparisons
+from depthroute.report.featured import CURVES, PANELS, featured_arms, featured_cells, featured_comparisons
 from depthroute.report.gradient_plots import gradient_figure
 from depthroute.report.outcome_plots import simultaneous_band
 from depthroute.report.scale_view import groups, scale_blocks
@@ -117,7 +117,7 @@ def test_added_flops_compare_with_the_end_of_the_chain_of_parents(studies: dict[
     assert found["rd"].difference == pytest.approx(sum(differences) / 4)
     low, high = stats.t.interval(0.95, 3, loc=sum(differences) / 4, scale=stats.sem(differences))
     assert found["rd"].interval == pytest.approx((low, high))
-    assert [b.arm.name for b in front(list(found.values()))] == ["block", "rd"]
+    assert [b.arm.name for line in fronts(list(found.values())) for b in line] == ["block", "rd"]
     figure = cost_figure(study)
     assert figure is not None
     assert {r["arm"]: r["added_flops_fraction"] for r in records(figure.panels[0])}["late"] == pytest.approx(5e5 / 6e6)
@@ -275,3 +275,17 @@ def test_a_crossed_study_says_what_each_factor_does_to_the_gap(studies: dict[str
     assert rows(effect_blocks(study))[0][:2] == ["learning_rate", "0.001 to 0.003"]
     # Conditions are no sizes: nothing is fitted over them, and a study of sizes has no factors to tell apart.
     assert methods(study) == [] and effect_blocks(studies["scales"]) == [] and effect_blocks(studies["sweep"]) == []
+
+
+def test_curves_of_arms_with_fewer_seeds_are_means_over_the_seeds_that_all_have(write_study: WriteStudy, tmp_path: Path) -> None:
+    """An arm that has the lucky seeds only would stand below the others."""
+    folder = write_study(tmp_path, seeds=(0, 1, 2), details={"rd": {"seeds": [1, 2]}})
+    study = read_study(folder)
+    cells, words = featured_cells(study)
+    assert words == "the 2 seeds that all of them have" and {cell.seed for _, done in cells for cell in done} == {1, 2}
+    figure = gradient_figure(study)
+    assert figure is not None and words in figure.caption
+    whole, words = featured_cells(read_study(write_study(tmp_path / "whole", seeds=(0, 1, 2))))
+    assert words == "the complete seeds" and all(len(done) == 3 for _, done in whole)
+    begun = read_study(write_study(tmp_path / "begun", seeds=(0, 1), unfinished={("rd", 0): 0, ("block", 1): 0}))
+    assert featured_cells(begun)[1] == "the complete seeds"

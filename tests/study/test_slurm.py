@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("submitit")
 
@@ -24,7 +25,7 @@ from depthroute.study.budget import Need
 from depthroute.study.design import Study
 from depthroute.study.executors import Executor, ticket_files
 from depthroute.study.plan import write_plan
-from depthroute.study.runner import run_study
+from depthroute.study.runner import plan_study, run_study
 from depthroute.study.slurm import SlurmConfig, SlurmExecutor, minutes, on_slurm, slurm_config
 
 NEED = Need(threads=1, memory_bytes=800 << 20, measured=False, cuda=False)
@@ -225,10 +226,10 @@ def test_a_gpu_that_jobs_are_to_have_is_not_looked_for_here(cluster: Path, study
     for _ in range(2):  # the plan is found again as well
         plan = plan_study(given, tmp_path / "there", workers=None, executor=on_slurm({}), console=False)
     assert [arm["config"]["train"]["device"] for arm in plan["arms"]] == ["cuda", "cuda"]
-    auto = {name: dataclasses.replace(arm, config=dataclasses.replace(arm.config, train=dataclasses.replace(train, precision="auto")))  # type: ignore[type-var]
-            for name, arm in arms.items()}
+    auto = dataclasses.replace(base, train=dataclasses.replace(train, precision="auto"))
+    arms = {**arms, "plain": dataclasses.replace(arms["plain"], config=auto)}
     with pytest.raises(RequestError, match="train.precision = 'auto' is for the GPU to choose, which is in another machine"):
-        plan_study(dataclasses.replace(given, arms=auto), tmp_path / "auto", workers=None, executor=on_slurm({}), console=False)
+        plan_study(dataclasses.replace(given, arms=arms), tmp_path / "auto", workers=None, executor=on_slurm({}), console=False)
 
 
 def test_a_submission_that_slurm_refuses_is_a_failed_cell(cluster: Path, study: Study, tmp_path: Path) -> None:
