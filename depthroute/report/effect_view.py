@@ -14,7 +14,7 @@ from depthroute.report.rows import mean_mark, row_axes, row_height, row_label, r
 from depthroute.report.scaling_plots import without_scale
 from depthroute.report.stored import Comparison, StoredStudy
 from depthroute.report.theme import arm_color, color
-from depthroute.study.design import METHOD
+from depthroute.study.curves import METHOD
 from depthroute.study.effects import Condition, Effect, main_effects
 
 if TYPE_CHECKING:

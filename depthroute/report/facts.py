@@ -145,18 +145,25 @@ def _training(base: Mapping[str, Any]) -> str:
 
 def _optimiser(base: Mapping[str, Any]) -> str:
     train = base.get("train", {})
+    fall = "cosine decay"
+    if train.get("schedule") == "wsd":
+        share = train.get("decay_fraction")
+        over = "" if share is None else f" over the last {100 * share:.3g}{NO_BREAK}% of the steps"
+        fall = f"constant rate, then linear decay{over},"
     forms = {
         "learning_rate": "peak learning rate {}",
+        "route_rate": "routes at {} times the rate",
         "betas": "betas {}",
         "weight_decay": "weight decay {}",
         "gradient_clip": "gradients clipped at norm {}",
         "warmup_fraction": f"linear warm-up over {{}}{NO_BREAK}% of the steps",
-        "final_fraction": f"cosine decay to {{}}{NO_BREAK}% of the peak",
+        "warmup_steps": "linear warm-up over {} steps",
+        "final_fraction": f"{fall} to {{}}{NO_BREAK}% of the peak",
     }
     words = []
     for key, form in forms.items():
         value = train.get(key)
-        if value is not None:
+        if value is not None and (key, value) != ("route_rate", 1.0):
             shown = (
                 f"{100 * value:.3g}" if key.endswith("_fraction") else " and ".join(map(_value, value)) if key == "betas" else _value(value)
             )

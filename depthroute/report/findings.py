@@ -94,7 +94,8 @@ def limits(study: StoredStudy, data: Mapping[str, Any]) -> list[Text]:
             "One corpus, one split, one tokenizer. A corpus made from the packages that are installed on a machine changes with their "
             "versions: compare its hash before comparing losses between machines."
         )
-    evaluated = max((e.get("evaluated_tokens") or 0 for cell in _complete(study) for e in cell.evaluations[-1:]), default=0)
+    lines = [e for cell in _complete(study) for e in cell.evaluations if e.get("split", "validation") == "validation"]
+    evaluated = max((e.get("evaluated_tokens") or 0 for e in lines), default=0)
     if evaluated:
         items.append(
             f"Validation averages over {numbers.count(evaluated)} tokens, the same ones in every run. The intervals above describe the "

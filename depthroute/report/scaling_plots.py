@@ -13,7 +13,7 @@ from depthroute.report.document import Block, FigureBlock, Panel, Paragraph, Tab
 from depthroute.report.numbers import NO_BREAK, NONE
 from depthroute.report.stored import StoredStudy
 from depthroute.report.theme import arm_color, color
-from depthroute.study.curves import SCALES, Points, advantage_of, curve_of, law_band, scaling_points
+from depthroute.study.curves import METHOD, SCALES, Points, advantage_of, curve_of, law_band, scaling_points
 from depthroute.study.scaling import Fit, fit
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def methods(study: StoredStudy) -> list[Method]:
     losses = {cell: found.nll for cell, found in study.cells.items() if found.nll is not None and found.reason is None}
     compute = {arm.name: {"plain": arm.plain, "residual": arm.residual, "tokens": arm.tokens} for arm in study.arms}
     found = []
-    for name in dict.fromkeys(str(arm.factors["method"]) for arm in study.arms if "method" in arm.factors):
+    for name in dict.fromkeys(str(arm.factors[METHOD]) for arm in study.arms if METHOD in arm.factors):
         points = scaling_points(study.plan, name, losses, compute)
         if len({point[0] for point in points.values()}) < SCALES:
             continue
@@ -70,7 +70,7 @@ def methods(study: StoredStudy) -> list[Method]:
             band = [(x, *bounds) for x, bounds in zip(at, law_band(curve, at), strict=True)]
         except RequestError:
             continue
-        first = next(arm for arm in study.arms if str(arm.factors.get("method")) == name)
+        first = next(arm for arm in study.arms if str(arm.factors.get(METHOD)) == name)
         found.append(Method(name, without_scale(first.label, first.scale), first.index, points, law, band))
     return found
 

@@ -16,6 +16,9 @@ Losses = Mapping[tuple[str, int], float]
 Compute = Mapping[str, Mapping[str, float | None]]
 Points = dict[str, tuple[float, tuple[float, ...]]]
 
+METHOD = "method"
+"""The factor by which a study over scales names what is one curve."""
+
 
 def scaling_points(plan: Mapping[str, Any], method: str, losses: Losses, compute: Compute) -> Points:
     """By scale: the training FLOPs and the losses of the seeds of a method's arm. Of several arms of one method at one scale (as when its
@@ -24,7 +27,7 @@ def scaling_points(plan: Mapping[str, Any], method: str, losses: Losses, compute
     for arm in plan["arms"]:
         flops = training_flops(compute[arm["name"]]) if arm["name"] in compute else None
         ends = tuple(losses[arm["name"], seed] for seed in arm["seeds"] if (arm["name"], seed) in losses)
-        if str(arm["factors"].get("method")) != method or flops is None or not ends:
+        if str(arm["factors"].get(METHOD)) != method or flops is None or not ends:
             continue
         best = found.get(arm["scale"])
         if best is None or math.fsum(ends) / len(ends) < math.fsum(best[1]) / len(best[1]):

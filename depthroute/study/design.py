@@ -10,12 +10,11 @@ from itertools import pairwise
 from typing import Literal
 
 from depthroute.common.errors import RequestError, choose
+from depthroute.study.curves import METHOD
 from depthroute.train import RunConfig
 
 ClaimKind = Literal["lower", "equivalent", "identical", "saves"]
 STOPPING = "Every planned cell is trained to its last step; no result decides when to stop."
-METHOD = "method"
-"""The factor by which a scaling study names what is fitted over its scales."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -385,3 +387,25 @@ def test_a_folder_that_is_no_study_is_refused_in_one_sentence(tmp_path: Path, wr
     with pytest.raises(RequestError, match="compares the arm 'a', which it does not define"):
         write_report(tmp_path)
     assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, "linear warm-up over 2 % of the steps, cosine decay to 10 % of the peak"),
+        (
+            {"schedule": "wsd", "warmup_fraction": None, "warmup_steps": 30, "decay_fraction": 0.2, "route_rate": 8.0},
+            "routes at 8 times the rate, betas 0.9 and 0.95, weight decay 0.1, gradients clipped at norm 1, linear warm-up over 30 steps, "
+            "constant rate, then linear decay over the last 20 % of the steps, to 10 % of the peak",
+        ),
+    ],
+)
+def test_the_schedule_is_told_as_it_was(full: Path, tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    folder = tmp_path / "study"
+    shutil.copytree(full, folder)
+    plan = read_json(folder / "plan.json")
+    for arm in plan["arms"]:
+        arm["config"]["train"] |= change
+    write_json(folder / "plan.json", plan)
+    write_report(folder)
+    assert words in (folder / "report" / "report.md").read_text(encoding="utf-8").replace("\u00a0", " ")
