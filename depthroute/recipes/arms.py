@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from depthroute.common.errors import RequestError
 from depthroute.recipes.models import Recipe, run_of
 from depthroute.study.plan import Arm
 from depthroute.train import RunConfig

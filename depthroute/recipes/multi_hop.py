@@ -118,13 +118,15 @@ def multi_hop_study(
         form: "small" is for two cores; "paper" is the same study large, for a GPU.
         vocabulary: of the data's tokenizer; None is that of the form's corpus.
         seeds: () is 1, 2, 3.
-        settings: dotted changes applied to every arm. `model.layers` cannot be one: the two depths are the study.
+        settings: dotted changes applied to every arm. `model.layers` cannot be one: the two depths are the study. Nor can
+            `model.context`: a shorter one would part questions from their facts.
 
     Raises:
         RequestError: the data is of another source, or a setting is not one.
     """
-    if "model.layers" in (settings or {}):
-        raise RequestError("model.layers cannot be set here: the two depths are what the study compares; set another field.")
+    reasons = {"model.layers": "the two depths are what the study compares", "model.context": "it is the length of a document"}
+    for name in reasons.keys() & (settings or {}).keys():
+        raise RequestError(f"{name} cannot be set here: {reasons[name]}; set another field.")
     seeds = seeds or SEEDS
     size = SIZES[form]
     size = replace(size, corpus=_corpus(data) or size.corpus)

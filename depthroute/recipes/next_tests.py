@@ -71,7 +71,7 @@ def rd_horizon(
                 trunk=None if longest else f"{method}-{HORIZONS[-1]}x",
             )
     ratios = [f"{ratio}x" for ratio in reversed(HORIZONS)]
-    words = {f"{ratio}x": f"after {ratio} times the tokens" if ratio > 1 else "after the paper's tokens" for ratio in HORIZONS}
+    words = {f"{ratio}x": f"after {ratio} times the tokens" if ratio > 1 else "after the shortest training" for ratio in HORIZONS}
     return _rd_against_block(
         "RD-AttnRes over a longer horizon",
         "With everything else the same: does the gap between RD-AttnRes and Block AttnRes last when training is longer?",
@@ -133,7 +133,7 @@ def rd_context(
             scale=f"context-{run.model.context}",
             factors={"method": method, "context": run.model.context},
         )
-    names = {f"{ratio:g}x": f"with {ratio:g} times the context" if ratio != 1 else "with the paper's context" for ratio in CONTEXTS}
+    names = {f"{ratio:g}x": f"with {ratio:g} times the context" if ratio != 1 else "with the context of scale S" for ratio in CONTEXTS}
     return _rd_against_block(
         "RD-AttnRes over context lengths",
         "With as many tokens a step: does the gap between RD-AttnRes and Block AttnRes depend on the length of the context?",

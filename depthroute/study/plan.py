@@ -42,7 +42,8 @@ def plan_of(study: Study, written: Mapping[str, Any] | None = None, *, here: boo
 
     Raises:
         RequestError: what `Study.check` refuses, milestones beyond an arm's steps, a trunk that an arm cannot branch from, a device or a
-            precision that cannot be had or chosen here, or a pair that differs where the study does not declare it.
+            precision that cannot be had or chosen here, an endpoint that evaluations on the data do not have, or a pair that differs where
+            the study does not declare it.
     """
     study.check()
     configs = {name: study.config_of(name) for name in study.arms}
@@ -52,7 +53,7 @@ def plan_of(study: Study, written: Mapping[str, Any] | None = None, *, here: boo
                 branch_step(configs[name], configs[arm.trunk])
             except RequestError as error:  # here, not after hours of training the trunk
                 raise RequestError(f"{name} cannot branch from {arm.trunk}: {error}") from error
-    data_fingerprint = study.base.data_fingerprint or TokenDataset.open(Path(study.base.data)).fingerprint
+    data_fingerprint = study.base.data_fingerprint or _data_of(study).fingerprint
     before = {arm["name"]: from_json(RunConfig, arm["config"]) for arm in written["arms"]} if written else {}
     plan = {
         "format": FORMAT,
@@ -257,6 +258,15 @@ def _text(value: Any) -> str:
 
 def _within(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith((f"{prefix}.", f"{prefix}["))
+
+
+def _data_of(study: Study) -> TokenDataset:
+    """The data, which must have the split that the study compares: after hours of training it would be too late to find that out."""
+    data = TokenDataset.open(Path(study.base.data))
+    splits = ("validation", *(marker.name for marker in data.manifest.markers))
+    if study.endpoint not in splits:
+        raise RequestError(f"endpoint: {choose('split', study.endpoint, splits)}")
+    return data
 
 
 def _resolved(config: RunConfig, data_fingerprint: str, before: RunConfig | None, here: bool) -> RunConfig:

@@ -143,7 +143,8 @@ def _rate(
     threads = config.train.threads or cores
     cells = sum(len(arm_entry(plan, name)["seeds"]) for name in configs)
     room = 1 if config.train.device == "cuda" else max(1, min(cores // threads, cells))
-    return measure_pace(config, workers=room if workers is None else min(workers, room), threads=threads).tokens_per_second * flops_per_token(config)
+    pace = measure_pace(config, workers=room if workers is None else min(workers, room), threads=threads)
+    return pace.tokens_per_second * flops_per_token(config)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

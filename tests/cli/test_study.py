@@ -58,7 +58,7 @@ def test_a_study_is_planned_priced_run_and_extended(tokens: Path, tmp_path: Path
     said = capsys.readouterr().out
     plan = read_json(out / "plan.json")
     assert f"hash {plan['hash'][:12]}" in said and not (out / "runs").exists()
-    assert all(word in said for word in ("FLOPs", "memory", "hours", "PreNorm", "GFLOP/s"))
+    assert all(word in said for word in ("FLOPs", "memory", "time", "PreNorm", "GFLOP/s"))
 
     assert main(command) == 0
     capsys.readouterr()

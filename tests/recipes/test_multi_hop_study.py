@@ -67,6 +67,8 @@ def test_data_of_another_source_or_vocabulary_is_refused(tmp_path: Path) -> None
         multi_hop_study(tmp_path / "text")
     with pytest.raises(RequestError, match=r"model\.layers cannot be set here"):
         multi_hop_study(Path("nowhere"), settings={"model.layers": 2})
+    with pytest.raises(RequestError, match=r"model\.context cannot be set here: it is the length of a document"):
+        multi_hop_study(Path("nowhere"), settings={"model.context": 8})
     with pytest.raises(RequestError, match=r"model\.vocabulary cannot be 64 in the multi-hop study: its corpora have 15 and 29 words"):
         data(64)
 
@@ -77,6 +79,8 @@ def test_every_method_trains_on_data_of_the_users_own_and_is_scored_on_its_answe
     vocabulary = TokenDataset.open(tmp_path / "data").vocabulary
     settings = {"train.steps": 2, "train.sequences": 2, "train.milestones": (1,), "train.evaluation_tokens": 74, "model.width": 16}
     study = multi_hop_study(tmp_path / "data", vocabulary=vocabulary, settings=settings)
+    with pytest.raises(RequestError, match="endpoint: unknown split '2 hop'; perhaps you meant '2 hops'"):
+        plan_of(replace(study, endpoint="2 hop"))
     for arm in (*(name for name in study.arms if name.endswith("-shallow")), "block-deep"):
         run = override(config(study, arm), {"train.device": "cpu"})
         assert run.model.context == corpus.document_tokens == 37

@@ -14,7 +14,7 @@ from depthroute.common.files import read_json
 from depthroute.study import runner
 from depthroute.study.budget import Need
 from depthroute.study.design import Arm, Study
-from depthroute.study.executors import Ended
+from depthroute.study.executors import Ended, Job
 from depthroute.study.plan import Cell
 from depthroute.study.runner import run_study
 
@@ -49,16 +49,17 @@ class Script:
         self.shares_machine = shares_machine
         self.ends = list(ends)
         self.running: list[Cell] = []
+        self.alive: list[Cell] = []
         self.together: list[list[Cell]] = []
         self.steps = 0
 
-    def start(self, cell: Cell, command: Sequence[str], need: Need) -> ScriptedJob:
+    def start(self, cell: Cell, command: Sequence[str], need: Need) -> Job:
         self.running.append(cell)
         self.together.append(list(self.running))
         return ScriptedJob(self, cell)
 
-    def left(self) -> list[ScriptedJob]:
-        return []
+    def left(self) -> list[Job]:
+        return [ScriptedJob(self, cell) for cell in self.alive]
 
 
 class ScriptedJob:
@@ -170,7 +171,7 @@ def test_a_job_of_an_earlier_start_may_be_of_an_arm_that_is_complete(study: Stud
         (tmp_path / f"runs/block/seed-{seed}/result.json").unlink()
     script = Script(tmp_path, [Ended(reason=None)], shares_machine=False)
     script.running.append(("plain", 3))
-    script.left = lambda: [ScriptedJob(script, ("plain", 3))]  # type: ignore[method-assign]
+    script.alive = [("plain", 3)]
     run_study(None, tmp_path, workers=2, executor=lambda directory, lock: script, console=False)
     assert script.together == [[("plain", 3), ("block", 7)], [("block", 3)]]
 

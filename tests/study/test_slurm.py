@@ -219,7 +219,8 @@ def test_a_gpu_that_jobs_are_to_have_is_not_looked_for_here(cluster: Path, study
         pytest.skip("there is a GPU here")
     train = dataclasses.replace(study.base.train, device="cuda", threads=None)
     base = dataclasses.replace(study.base, train=train)
-    arms = {name: dataclasses.replace(arm, config=dataclasses.replace(study.config_of(name), train=train)) for name, arm in study.arms.items()}
+    runs = {name: dataclasses.replace(study.config_of(name), train=train) for name in study.arms}
+    arms = {name: dataclasses.replace(arm, config=runs[name]) for name, arm in study.arms.items()}
     given = dataclasses.replace(study, base=base, arms=arms)
     with pytest.raises(RequestError, match="torch sees no GPU here"):
         plan_study(given, tmp_path / "here", workers=None, console=False)
@@ -228,7 +229,7 @@ def test_a_gpu_that_jobs_are_to_have_is_not_looked_for_here(cluster: Path, study
     assert [arm["config"]["train"]["device"] for arm in plan["arms"]] == ["cuda", "cuda"]
     auto = dataclasses.replace(base, train=dataclasses.replace(train, precision="auto"))
     arms = {**arms, "plain": dataclasses.replace(arms["plain"], config=auto)}
-    with pytest.raises(RequestError, match="train.precision = 'auto' is for the GPU to choose, which is in another machine"):
+    with pytest.raises(RequestError, match=r"train\.precision = 'auto' is for the GPU to choose, which is in another machine"):
         plan_study(dataclasses.replace(given, arms=arms), tmp_path / "auto", workers=None, executor=on_slurm({}), console=False)
 
 

@@ -115,7 +115,7 @@ def test_no_plan_is_left_behind_that_could_not_be_run(study: Study, tmp_path: Pa
     """The advice is to set train.threads, which makes it another plan."""
     for begin in (plan_study, run_study):
         with pytest.raises(RequestError, match=r"workers = 2 needs train\.threads in the plan"):
-            begin(opened(study), tmp_path, workers=2, memory_bytes=ROOM, console=False)  # type: ignore[operator]
+            begin(opened(study), tmp_path, workers=2, memory_bytes=ROOM, console=False)
         assert not (tmp_path / "plan.json").exists()
     assert run_study(study, tmp_path, workers=2, memory_bytes=ROOM, console=False)["missing"] == []
 
