@@ -118,7 +118,7 @@ def _rules(study: StoredStudy) -> str:
     rules = {
         "lower": "That a loss is lower is decided by the paired t test" + (
             f", adjusted by Holm over the {planned} planned claims of this kind" if planned > 1 else ""
-        ) + "; an interval wholly above zero contradicts it.",
+        ) + "; an interval wholly above zero, or above minus the margin where there is one, contradicts it.",
         "equivalent": "That two losses are equivalent is decided by two one-sided t tests against the margin of the claim.",
         "identical": "Identical means that every difference at every milestone is exactly zero.",
         "saves": "Saved compute is read off power laws fitted over the scales, at the largest budget that both methods reach.",

@@ -30,6 +30,9 @@ def _cost_table(study: StoredStudy) -> Table:
         "Arm", "Parent", "NLL, nats", "difference", "Parameters", "Added", "of all", "Tokens/s", "relative", "Peak memory", "relative",
         "Training",
     ]  # fmt: skip
+    branched = ""
+    if any("branched_from" in cell.environment for cell in study.cells.values()):
+        branched = " The time of a branch holds that of the steps which it took over from its trunk."
     rows = []
     for arm in study.arms:
         done, parent = study.complete(arm), study.parent_of(arm)
@@ -51,7 +54,7 @@ def _cost_table(study: StoredStudy) -> Table:
     return Table(
         "Means over the complete seeds. Added are the parameters of the residual method. Tokens per second are the median over steps, data "
         "and optimiser included. Relative columns compare with the arm's parent: the ratio is taken within each seed that both have, "
-        "and its median over the seeds is shown. The difference is the mean over those seeds; negative is better.",
+        "and its median over the seeds is shown. The difference is the mean over those seeds; negative is better." + branched,
         columns,
         [(None, rows, [])],
         text_columns=2,

@@ -41,7 +41,7 @@ def effect_blocks(study: StoredStudy) -> list[Block]:
         "in nats: negative means that the upper level favours the arm. Intervals are over seeds, from the spread within conditions; what "
         "the design mixes into an effect is said where it is defined."
     )
-    groups = [
+    groups: list[tuple[str | None, list[list[str]], list[list[str]]]] = [
         (
             f"{crossing.name}: mean gap {numbers.difference(crossing.mean)}",
             [

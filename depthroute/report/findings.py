@@ -24,7 +24,8 @@ def verdict(study: StoredStudy) -> Text:
     size = f"{numbers.nats(abs(mean))}{NO_BREAK}nats {'lower' if mean < 0 else 'higher'}" if mean else "no different"
     after = f" after {headline.endpoint_step:,} steps" if headline.endpoint_step else ""
     change = numbers.percent(-end["mean_relative_perplexity_reduction"])
-    parts: list[Inline] = [f"The validation loss of {arm} is ", Strong(size), f" {'than' if mean else 'from'} that of {parent}{after}"]
+    than = "than" if mean else "from"
+    parts: list[Inline] = [f"The {study.endpoint} loss of {arm} is ", Strong(size), f" {than} that of {parent}{after}"]
     if end["t_interval"] is None:
         parts.append(
             f", a perplexity change of {change}. Only one seed is complete in both arms, so there is no interval: the difference may be "
@@ -199,10 +200,12 @@ def _speed_limit(study: StoredStudy) -> list[Text]:
 
 
 def _recipe_limit(study: StoredStudy) -> str:
-    recipes = [arm.config.get("train") for arm in study.arms]
-    if all(recipe == recipes[0] for recipe in recipes):
+    pairs = [(c.arm.config.get("train"), c.parent.config.get("train")) for c in study.comparisons]
+    if any(ours != theirs for ours, theirs in pairs):
+        return "The two arms of some pairs differ in their training recipe; there a difference may come from that as well."
+    if all(arm.config.get("train") == study.arms[0].config.get("train") for arm in study.arms):
         return "All arms share one learning rate and one recipe; whether another would favour another arm, this study does not say."
-    return "The arms differ in their training recipe as well as in the residual method; a difference may come from either."
+    return "The two arms of every pair share one recipe; whether another would favour another arm, only the recipes tried here can say."
 
 
 def has_documents(study: StoredStudy) -> bool:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from depthroute.report import canvas
+from depthroute.report import canvas, numbers
 from depthroute.report.curve_plots import Line, smooth
 from depthroute.report.document import FigureBlock, Panel
 from depthroute.report.featured import featured_cells, left_out
@@ -32,7 +32,7 @@ def gradient_figure(study: StoredStudy) -> FigureBlock | None:
     limit = clip.pop() if len(clip) == 1 else None
     values = [norm for _, line in drawn for _, norm in line]
     logarithmic = max(values) > LOGARITHMIC_FROM * min(values) > 0
-    caption = f"Norm of the whole gradient before clipping, mean over {seeds} and a trailing mean over {window} steps"
+    caption = f"Norm of the whole gradient before clipping, mean over {seeds} and a trailing mean over {numbers.plural(window, 'step')}"
     caption += ", on a logarithmic axis" if logarithmic else ""
     caption += f". Gradients above {limit:g} (dashed) were scaled down to it." if limit is not None else "."
     caption += left_out(len(cells), len(study.arms), "arms")

@@ -139,7 +139,7 @@ def _gap_panel(comparison: Comparison, limits: tuple[float, float]) -> Panel:
     steps = [m["step"] for m in milestones]
 
     def paint(figure: Figure) -> None:
-        top = canvas.heading(figure, comparison.name, "difference of validation losses, nats")
+        top = canvas.heading(figure, comparison.name, "difference of losses, nats")
         ax = canvas.axes(figure, left=58, top=top + 2, right=64)
         ax.axhline(0, color=color("ink"), linewidth=1.1, zorder=2)
         bands = [(m["step"], *band) for m in milestones for band in [_band(m)] if band]

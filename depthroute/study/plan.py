@@ -23,7 +23,7 @@ FORMAT = 2
 # Arms exist to differ here; anything else a pair differs in must be declared.
 ALWAYS_DIFFERS = ("model.residual",)
 # Pairs that differ in one of these are not pairs: they would not see the same batches in the same order.
-NEVER_DIFFERS = ("data_fingerprint", "train.seed")
+NEVER_DIFFERS = ("data_fingerprint", "train.seed", "train.sequences", "train.evaluation_tokens", "model.context")
 UNHASHED = ("written_at", "hash")
 HISTORY = (*UNHASHED, "extensions")
 # What an extension may make longer, and by what its entries are known; everything else of a plan stays.
