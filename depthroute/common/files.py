@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,20 @@ def explain_os_errors(path: Path, doing: str) -> Iterator[None]:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise FailureError(f"no permission while {doing} {path}; choose a folder you can write to.") from error
         raise
+
+
+@contextmanager
+def waiting_lock(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock file `path`; where another process holds it, call `waiting` and wait. The system releases it however a process ends."""
+    with explain_os_errors(path, "writing"):
+        file = path.open("w")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def write_bytes(path: Path, data: bytes) -> None:

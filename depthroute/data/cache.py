@@ -7,19 +7,17 @@ library writes into an existing shard, and the files are made read-only against 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from depthroute.common.config import to_json
 from depthroute.common.errors import FailureError
-from depthroute.common.files import cache_folder, explain_os_errors
+from depthroute.common.files import cache_folder, explain_os_errors, waiting_lock
 from depthroute.data.corpus import DocstringCorpus
 from depthroute.data.manifest import MANIFEST, Manifest, PrepareConfig, read_manifest
 from depthroute.data.prepare import DOCSTRINGS, SOURCE, Report, open_corpus, prepare
@@ -64,7 +62,7 @@ def _shared(config: PrepareConfig, cache: Path, tell: Report) -> Path:
     target = cache / name
     with explain_os_errors(cache, "creating"):
         cache.mkdir(parents=True, exist_ok=True)
-    with _lock(cache / f".{name}.lock", tell):
+    with waiting_lock(cache / f".{name}.lock", lambda: tell("another process is preparing the same data; waiting for it")):
         if _is_whole(target, tell):
             return target
         if target.exists():
@@ -117,17 +115,3 @@ def _link_file(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:  # another device, or a file system or owner without hard links
         shutil.copy2(source, target)
-
-
-@contextmanager
-def _lock(path: Path, tell: Report) -> Iterator[None]:
-    """Held by the one process that looks at a prepared folder or makes it; the system releases it however the process ends."""
-    with explain_os_errors(path, "writing"):
-        file = path.open("w")
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            tell("another process is preparing the same data; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

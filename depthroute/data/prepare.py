@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 
 from depthroute.common.config import to_json
 from depthroute.common.errors import FailureError, RequestError
-from depthroute.common.files import explain_os_errors, read_json, write_json
+from depthroute.common.files import explain_os_errors, read_json, waiting_lock, write_json
 from depthroute.data.corpus import ContentHash, Corpus, Document, docstring_corpus
 from depthroute.data.manifest import (
     FORMAT,
@@ -64,7 +63,7 @@ def prepare(config: PrepareConfig, directory: Path, *, report: Report | None = N
         directory.mkdir(parents=True, exist_ok=True)
     if (directory / MANIFEST).exists():  # without the lock, so that a directory nobody may write to can be used
         return _existing(config, corpus, directory, tell)
-    with _lock(directory, tell):
+    with waiting_lock(directory / ".lock", lambda: tell(f"another process is preparing {directory}; waiting for it")):
         if (directory / MANIFEST).exists():
             return _existing(config, corpus, directory, tell)
         if not (directory / SOURCE).exists() and any(not path.name.startswith(".") for path in directory.iterdir()):
@@ -261,18 +260,3 @@ def _entropy(counts: np.ndarray[Any, np.dtype[np.int64]]) -> float:
     """Of the empirical distribution of counts [V], in nats."""
     probabilities = counts[counts > 0] / counts.sum()
     return float(-(probabilities * np.log(probabilities)).sum())
-
-
-@contextmanager
-def _lock(directory: Path, tell: Report) -> Iterator[None]:
-    """Held by the one process that prepares the directory; the system releases it when the process ends, however it ends."""
-    path = directory / ".lock"
-    with explain_os_errors(path, "writing"):
-        file = path.open("w")
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            tell(f"another process is preparing {directory}; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
