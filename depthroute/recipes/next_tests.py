@@ -28,6 +28,7 @@ METHODS = {"block": "Block AttnRes", "rd": "RD-AttnRes"}
 HORIZONS = (1, 2, 5)  # times the paper's 2.0B tokens; section 6 asks for 4B to 10B
 DECAY = 0.2  # of a run's steps
 BLOCKS = (4, 2, 8, 16)  # in all; the paper's four first. In the small form, 16 is one a sub-layer
+RATES = (1, 8)  # of the routes, times the rate of the body
 CONTEXTS = (1.0, 0.5, 2.0, 4.0)  # times the paper's
 
 
@@ -139,6 +140,44 @@ def rd_context(
         "With as many tokens a step: does the gap between RD-AttnRes and Block AttnRes depend on the length of the context?",
         arms, list(names), names, _seeds(form, seeds), "1x",
     )  # fmt: skip
+
+
+def rd_route_rate(
+    data: Path,
+    *,
+    form: Form = "small",
+    vocabulary: int | None = None,
+    seeds: tuple[int, ...] = (),
+    settings: Mapping[str, Any] | None = None,
+) -> Study:
+    """RD against Block at both scales, with the routes at the body's learning rate and at eight times that (see `recipes.route_rate`)."""
+    arms: dict[str, Arm] = {}
+    seeds, words = _seeds(form, seeds), {}
+    for (scale, made), rate, (method, label) in product(BODIES[form].items(), RATES, METHODS.items()):
+        rated = {**(settings or {}), "train.route_rate": str(rate)}
+        condition = f"{scale.lower()}-x{rate}"
+        words[condition] = f"at {scale} with routes at {rate} times the rate" if rate > 1 else f"at {scale} with routes at the body's rate"
+        arms[f"{method}-{condition}"] = Arm(
+            label=f"{label}, routes x {rate}, {scale}",
+            config=run_in(made, data, method, vocabulary=vocabulary, settings=rated),
+            scale=scale,
+            factors={"method": method, "route_rate": rate},
+        )
+    study = _rd_against_block(
+        "RD-AttnRes and the rate of routes",
+        "Does the gap between RD-AttnRes and Block AttnRes depend on how fast the routes learn, and what does the rate bring by itself?",
+        arms, list(words), words, seeds, "s-x1",
+    )  # fmt: skip
+    faster = [(f"{m}-{s.lower()}-x{RATES[-1]}", f"{m}-{s.lower()}-x{RATES[0]}") for s in BODIES[form] for m in METHODS]
+    claims = tuple(
+        Claim(
+            text=f"{RATES[-1]} times the route rate lowers the loss of {arms[arm].label.partition(',')[0]} at {arms[arm].scale}",
+            kind="lower", arm=arm, parent=parent, boundary=boundary(run_of_arm(arms[arm]), len(seeds)),
+        )
+        for arm, parent in faster
+    )  # fmt: skip
+    comparisons = (*study.comparisons, *faster)
+    return replace(study, comparisons=comparisons, claims=(*study.claims, *claims), differs=("train.route_rate",))
 
 
 def _seeds(form: Form, seeds: tuple[int, ...]) -> tuple[int, ...]:

@@ -55,6 +55,9 @@ STUDIES: dict[str, StudyRecipe] = {
         description="longer training: the decay branches from one stable trunk, Block and RD", build=next_tests.rd_horizon
     ),
     "rd-block-size": StudyRecipe(description="Block and RD over block sizes", build=next_tests.rd_block_size),
+    "rd-route-rate": StudyRecipe(
+        description="Block and RD at two scales, routes at the body's rate and faster", build=next_tests.rd_route_rate
+    ),
     "rd-context": StudyRecipe(description="Block and RD over context lengths", build=next_tests.rd_context),
     "low-rank": StudyRecipe(description="Low-Rank paper: eight ranks in full and three block forms", build=low_rank.low_rank_sweep),
     "attnres-ablations": StudyRecipe(
