@@ -62,9 +62,9 @@ def test_two_studies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     b = write_study(tmp_path / "b", seeds=(1, 2, 3), unfinished={("rd", 2): 100}, name="Another name")
     text = said(capsys, str(a), str(b))
     assert "  name: 'Depth routing against its parent' | 'Another name'\n" in text and "configuration of common arms: the same" in text
-    block, rd = (text.split(f"  {arm}\n")[1] for arm in ("block", "rd"))
+    block, rd = (text.split(f"  {arm}, step 400\n")[1] for arm in ("block", "rd"))
     assert block.splitlines()[0].startswith("    seed 1: ") and block.splitlines()[0].endswith(" | 0")
-    assert "    mean 0, 95 % t interval 0 to 0" in block.split("  rd\n")[0]
+    assert "    mean 0, 95 % t interval 0 to 0" in block.split("  rd, step")[0]
     assert rd.count("    seed ") == 2 and "seed 2 left out in b: stopped after step 100" in rd and "mean" not in rd.split("\n\n")[0]
 
 

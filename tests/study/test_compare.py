@@ -149,9 +149,15 @@ def test_the_gaps_of_a_common_arm_are_paired_by_seed(study: Study, fake: SimpleN
     ]
 
 
+def of_length(study: Study, steps: int) -> Study:
+    """The same study over another number of steps: an arm's last milestone is its last step."""
+    base = dataclasses.replace(study.base, train=dataclasses.replace(study.base.train, steps=steps))
+    return dataclasses.replace(study, base=base, arms={**study.arms, "plain": dataclasses.replace(study.arms["plain"], config=base)})
+
+
 def test_what_each_comparison_found_stands_side_by_side(study: Study, fake: SimpleNamespace, tmp_path: Path) -> None:
     """Both arms of b are worse by the same: the runs are apart, and the comparison finds what it found in a."""
-    early = dataclasses.replace(study, milestones=(3, 5), seeds=(7,))
+    early = dataclasses.replace(of_length(study, 5), milestones=(3, 5), seeds=(7,))
     found = compare(run_all(study, tmp_path / "a", fake), run_all(early, tmp_path / "b", fake, shift=0.25))
     [entry] = found["comparisons"]
     assert (entry["arm"], entry["parent"]) == ("block", "plain")
@@ -192,11 +198,11 @@ def test_cells_that_do_not_count_are_left_out_with_their_reason(study: Study, fa
 
 def test_the_gap_is_at_the_last_milestone_of_both(study: Study, fake: SimpleNamespace, tmp_path: Path) -> None:
     a = run_all(study, tmp_path / "a", fake)
-    early = run_all(dataclasses.replace(study, milestones=(3, 5)), tmp_path / "early", fake)
+    early = run_all(dataclasses.replace(of_length(study, 5), milestones=(3, 5)), tmp_path / "early", fake)
     found = compare(a, early)
     assert found["arms"][0]["step"] == 3 and found["arms"][0]["a"] == [fake.nll("plain", seed, 3) for seed in (7, 3)]
     assert found["notes"] == ["plain, block end at steps 6 and 5; the gaps are at step 3, the last milestone of both."]
-    none = run_all(dataclasses.replace(study, milestones=(2, 4)), tmp_path / "none", fake)
+    none = run_all(dataclasses.replace(of_length(study, 4), milestones=(2, 4)), tmp_path / "none", fake)
     found = compare(a, none)
     assert found["arms"] == [] and "no milestone of plain, block in common" in found["notes"][0]
 
