@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from depthroute.common.errors import RequestError
@@ -81,10 +82,17 @@ def crossings(study: StoredStudy) -> list[Crossing]:
         except RequestError:  # no two-level design, or not enough of it yet
             continue
         means = [sum(condition.differences) / len(condition.differences) for condition in conditions]
-        first = comparisons[0]
-        names = [without_scale(one.label, one.scale) for one in (first.arm, first.parent)]
-        found.append(Crossing(f"{names[0]} against {names[1]}", first.arm.index, sum(means) / len(means), effects))
+        sides = [[c.arm for c in comparisons], [c.parent for c in comparisons]]
+        names = [_common([without_scale(one.label, one.scale) for one in side]) for side in sides]
+        found.append(Crossing(f"{names[0]} against {names[1]}", comparisons[0].arm.index, sum(means) / len(means), effects))
     return found
+
+
+def _common(labels: Sequence[str]) -> str:
+    """What labels that end in the levels of their condition share: `RD-AttnRes, routes x 1` and `RD-AttnRes, routes x 8` are RD-AttnRes."""
+    parts = [label.split(", ") for label in labels]
+    shared = takewhile(lambda column: len(set(column)) == 1, zip(*parts, strict=False))
+    return ", ".join(column[0] for column in shared) or labels[0]
 
 
 def _panel(number: int, crossing: Crossing) -> Panel:

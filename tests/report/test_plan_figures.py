@@ -15,7 +15,7 @@ from depthroute.common.files import read_json
 from depthroute.report import noise, trajectories
 from depthroute.report.cost_plots import bought, cost_figure, fronts
 from depthroute.report.document import Block, Details, FigureBlock, Panel, Paragraph, Table
-from depthroute.report.effect_view import crossings, effect_blocks
+from depthroute.report.effect_view import _common, crossings, effect_blocks
 from depthroute.report.featured import CURVES, PANELS, featured_arms, featured_cells, featured_comparisons
 from depthroute.report.gradient_plots import gradient_figure
 from depthroute.report.outcome_plots import simultaneous_band
@@ -259,6 +259,7 @@ def test_compute_of_the_statistics_reaches_the_arms(studies: dict[str, StoredStu
 
 def test_a_crossed_study_says_what_each_factor_does_to_the_gap(studies: dict[str, StoredStudy]) -> None:
     study = studies["crossed"]
+    assert _common(["RD, routes x 1", "RD, routes x 8"]) == "RD" and _common(["LR, r = d/4"] * 2) == "LR, r = d/4"
     (crossing,) = crossings(study)
     assert crossing.name == "Block AttnRes against PreNorm"
     gaps = {c.arm.scale: statistics.mean(c.endpoint["differences"]) for c in study.comparisons if c.endpoint}
