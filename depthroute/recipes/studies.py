@@ -47,9 +47,10 @@ def matched_study(recipe: Recipe, base: RunConfig, *, arms: tuple[str, ...], see
     steps = base.train.steps
     milestones = base.train.milestones or sorted({max(1, round(share * steps)) for share in MILESTONES})
     names = ", ".join(made[other].label for other in others)
+    asked = f"what {'does' if len(others) == 1 else 'do'} {names} change against {made[parent].label}, at what cost?"
     return Study(
         name=f"{names} against {made[parent].label}",
-        question=f"In one body, on the same tokens in the same order: what do {names} change against {made[parent].label}, at what cost?",
+        question=f"In one body, on the same tokens in the same order: {asked}",
         base=base,
         arms=made,
         comparisons=tuple(comparisons),

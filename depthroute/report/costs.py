@@ -81,8 +81,8 @@ def _unmatched(study: StoredStudy, many: int) -> list[Block]:
 
 
 _RATES = Paragraph(
-    "The same arms at other learning rates. The comparisons above share one rate, which suits some methods better than others: an arm that "
-    "gains from another rate is held back by the shared one."
+    "The same arms at other learning rates. The two arms of a comparison share one rate, which suits some methods better than others: an "
+    "arm that gains from another rate is held back by the shared one."
 )
 
 

@@ -30,6 +30,7 @@ class Crossing:
     index: int
     mean: float
     effects: Sequence[Effect]
+    combinations: int  # of levels that were run; all there are would be 2 to the number of factors
 
 
 def effect_blocks(study: StoredStudy) -> list[Block]:
@@ -39,9 +40,9 @@ def effect_blocks(study: StoredStudy) -> list[Block]:
         return []
     caption = (
         "Two levels of each factor are crossed. An effect is the mean gap of the conditions with the upper level minus that of the others, "
-        "in nats: negative means that the upper level favours the arm. Intervals are over seeds, from the spread within conditions; what "
-        "the design mixes into an effect is said where it is defined."
+        "in nats: negative means that the upper level favours the arm. Intervals are over seeds, from the spread within conditions."
     )
+    caption += _mixed(found)
     groups: list[tuple[str | None, list[list[str]], list[list[str]]]] = [
         (
             f"{crossing.name}: mean gap {numbers.difference(crossing.mean)}",
@@ -82,10 +83,23 @@ def crossings(study: StoredStudy) -> list[Crossing]:
         except RequestError:  # no two-level design, or not enough of it yet
             continue
         means = [sum(condition.differences) / len(condition.differences) for condition in conditions]
+        combinations = len({tuple(sorted(condition.levels.items())) for condition in conditions})
         sides = [[c.arm for c in comparisons], [c.parent for c in comparisons]]
         names = [_common([without_scale(one.label, one.scale) for one in side]) for side in sides]
-        found.append(Crossing(f"{names[0]} against {names[1]}", comparisons[0].arm.index, sum(means) / len(means), effects))
+        index, mean = comparisons[0].arm.index, sum(means) / len(means)
+        found.append(Crossing(f"{names[0]} against {names[1]}", index, mean, effects, combinations))
     return found
+
+
+def _mixed(found: Sequence[Crossing]) -> str:
+    """What an effect holds beside the factor's own: nothing in a full factorial, interactions in a fraction of one."""
+    run, every = min(crossing.combinations for crossing in found), 2 ** len(found[0].effects)
+    if run == every:
+        return " Every combination of levels was run, so that no interaction is mixed into an effect."
+    return (
+        f" {run} of the {every} combinations of levels were run: an effect cannot be told from the interactions of other factors that this "
+        "choice mixes into it."
+    )
 
 
 def _common(labels: Sequence[str]) -> str:

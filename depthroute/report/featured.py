@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from depthroute.report.stored import Arm, Cell, Comparison, StoredStudy, mentioned
+from depthroute.report.stored import CURVES, Arm, Cell, Comparison, StoredStudy, mentioned
 
-CURVES = 8  # arms whose curves can still be told apart
 PANELS = 12  # comparisons that get a panel of their own
 
 
@@ -18,7 +17,7 @@ def featured_arms(study: StoredStudy) -> list[Arm]:
     """All arms while they are few; else those of the headline, of claims, and of the first other comparisons, in the plan's order."""
     if len(study.arms) <= CURVES:
         return list(study.arms)
-    kept = set(mentioned(study.plan)[:CURVES])
+    kept = set(mentioned(study.plan, CURVES))
     return [arm for arm in study.arms if arm.name in kept]
 
 
@@ -39,4 +38,5 @@ def featured_cells(study: StoredStudy) -> tuple[list[tuple[Arm, list[Cell]]], st
     common = set.intersection(*sets) if sets else set()
     if not common or all(seeds == common for seeds in sets):
         return cells, "the complete seeds"
-    return [(arm, [cell for cell in done if cell.seed in common]) for arm, done in cells], f"the {len(common)} seeds that all of them have"
+    words = f"the {'one seed' if len(common) == 1 else f'{len(common)} seeds'} that all of them have"
+    return [(arm, [cell for cell in done if cell.seed in common]) for arm, done in cells], words

@@ -36,6 +36,8 @@ def verdict(study: StoredStudy) -> Text:
     parts.append(f" on average over {seeds} ({interval}), a perplexity change of {change}. {_wins(end)} ")
     if _excludes_zero(end):
         parts += [Strong("The interval excludes zero"), f": here, {arm} is {'better' if mean < 0 else 'worse'} than {parent}."]
+    elif _identical(end):
+        parts.append(Strong("Every pair is exactly equal."))
     else:
         parts.append(Strong("The interval includes zero: this study cannot tell the two apart."))
     if headline.claim is not None:
@@ -75,9 +77,15 @@ def other_comparisons(study: StoredStudy, few: int) -> Block:
         return Bullets([_sentence(comparison) for comparison in others])
     decided = [c.endpoint["mean"] for c in others if c.endpoint is not None and c.endpoint["t_interval"] and _excludes_zero(c.endpoint)]
     below, above = sum(mean < 0 for mean in decided), sum(mean > 0 for mean in decided)
+    without = sum(c.endpoint is None or c.endpoint["t_interval"] is None for c in others)
+    same = sum(c.endpoint is not None and bool(c.endpoint["t_interval"]) and _identical(c.endpoint) for c in others)
+    rest = [f"in {below} of them the interval lies below zero (the arm is better)", f"in {above} above it (worse)"]
+    rest += [f"in {same} every pair is exactly equal"] if same else []
+    undecided = len(others) - below - above - same - without
+    rest += [f"in {undecided} it includes zero (which cannot tell)"] if undecided or not without else []
+    rest += [f"{without} have no interval, with fewer than two complete pairs"] if without else []
     return Paragraph(
-        f"Besides the headline there are {numbers.plural(len(others), 'comparison')}. In {below} of them the interval lies below zero (the "
-        f"arm is better), in {above} above it (worse), and {len(others) - below - above} cannot tell or have no interval yet."
+        f"Besides the headline there are {numbers.plural(len(others), 'comparison')}: {numbers.listed(rest)}."
         + (f" {late} of them came after the plan (post hoc)." if late else "")
     )
 
@@ -87,7 +95,7 @@ def limits(study: StoredStudy, data: Mapping[str, Any]) -> list[Text]:
     items: list[Text] = []
     counts = [len(c.endpoint["seeds"]) for c in study.comparisons if c.endpoint is not None]
     if counts:
-        items.append(_seed_limit(min(counts)))
+        items.append(_seed_limit(counts))
     items += _multiplicity_limit(study)
     items += _scale_limit(study, data)
     if data.get("corpus") is not None:
@@ -111,15 +119,28 @@ def smallest_p(seeds: int) -> float:
     return 2.0 ** (1 - seeds)
 
 
-def _seed_limit(fewest: int) -> str:
-    if fewest == 1:
-        return "One seed: no interval can be formed, and no statement about other seeds follows."
-    p = smallest_p(fewest)
-    text = f"With {fewest} seeds the exact sign-flip test cannot go below p = {numbers.probability(p)}"
-    text += ", so that it can never reach 0.05 here." if p > 0.05 else "."
+def _seed_limit(counts: Sequence[int]) -> str:
+    """`counts`: the complete pairs of every comparison. Where they differ, each number of seeds is said to be of so many comparisons."""
+    nothing = "no interval can be formed, and no statement about other seeds follows"
+    groups = sorted(set(counts))
+    if groups == [1]:
+        return f"One seed: {nothing}."
+    parts = []
+    for seeds in groups:
+        with_them = counts.count(seeds)
+        has = "has" if with_them == 1 else "have"
+        of = f", as {with_them} of {len(counts)} comparisons {has}," if len(groups) > 1 else ""
+        if seeds == 1:
+            parts.append(f"With one seed{of} {nothing}.")
+            continue
+        p = smallest_p(seeds)
+        never = f", so that it can never reach 0.05 {'there' if of else 'here'}" if p > 0.05 else ""
+        parts.append(f"With {seeds} seeds{of} the exact sign-flip test cannot go below p = {numbers.probability(p)}{never}.")
+    text, fewest = " ".join(parts), min(seeds for seeds in groups if seeds > 1)
     if fewest <= 5:
+        which = f" of {fewest} seeds" if len(groups) > 1 else ""
         text += (
-            f" The t interval has {numbers.plural(fewest - 1, 'degree')} of freedom and rests on the differences being normally "
+            f" The t interval{which} has {numbers.plural(fewest - 1, 'degree')} of freedom and rests on the differences being normally "
             "distributed, which so few cannot show; the bootstrap interval is too narrow with so few seeds and is given for comparison "
             "with the literature only."
         )
@@ -220,6 +241,10 @@ def _complete(study: StoredStudy) -> list[Cell]:
 def _excludes_zero(end: Mapping[str, Any]) -> bool:
     low, high = end["t_interval"]
     return bool(low > 0 or high < 0)
+
+
+def _identical(end: Mapping[str, Any]) -> bool:
+    return not any(end["differences"])
 
 
 def _wins(end: Mapping[str, Any]) -> str:

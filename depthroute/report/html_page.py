@@ -27,6 +27,7 @@ from depthroute.report.theme import css_variables, inline
 # The policy forbids what the page does not need, so that a label can never load or run anything.
 BROAD = 460  # a panel of more pixels takes a row of its own, and scrolls on a narrow screen
 LONG = 60  # characters from which a column of text gets more room
+MANY = 9  # a table of more columns is set closer, so that it fits on a screen
 SHORT = 6  # a first column of no longer words needs no least width
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
@@ -141,6 +142,7 @@ def _table(table: Table, numbering: Numbering) -> str:
     for index in range(1, table.text_columns):
         kinds[index] += " long" if any(len(row[index]) > LONG for row in every) else ""
     kinds[0] += " short" if all(len(cell) <= SHORT for cell in first) else ""
+    many = ' class="many"' if len(table.columns) > MANY else ""
     head = "".join(f'<th scope="col" class="{kind}">{escape(column)}</th>' for column, kind in zip(table.columns, kinds, strict=True))
     groups = []
     for heading, rows, closing in table.groups:
@@ -152,7 +154,7 @@ def _table(table: Table, numbering: Numbering) -> str:
         groups.append("<tbody>" + "".join(lines) + "</tbody>")
     return (
         f'<figure class="wide table">\n<figcaption><b>{number}</b> {escape(table.caption)}</figcaption>\n'
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{number}"><table><thead><tr>{head}</tr></thead>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{number}"><table{many}><thead><tr>{head}</tr></thead>'
         + "".join(groups)
         + "</table></div>\n</figure>"
     )

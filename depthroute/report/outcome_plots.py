@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from depthroute.report import canvas, numbers
@@ -27,7 +28,7 @@ def endpoints_figure(study: StoredStudy) -> FigureBlock | None:
     compared = [c for c in study.comparisons if c.endpoint is not None]
     panels = []
     if arms:
-        rows = [(arm.label, arm.index, values) for arm, values in arms]
+        rows = [(arm.label, arm.index, arm.scale, values) for arm, values in arms]
         panels.append(_endpoint_panel(rows, study.seeds))
     if compared:
         panels.append(_difference_panel(compared))
@@ -37,7 +38,8 @@ def endpoints_figure(study: StoredStudy) -> FigureBlock | None:
     with_interval = any(c.endpoint is not None and c.endpoint["t_interval"] for c in compared)
     caption = "Further left is better. Small marks are single seeds"
     if several:
-        caption += "; a thin line joins the same seed across arms, since it has the same initial weights and the same batches in each"
+        across = "the arms of one scale" if len({arm.scale for arm, _ in arms}) > 1 else "arms"
+        caption += f"; a thin line joins the same seed across {across}, since it has the same initial weights and the same batches in each"
     caption += ". Diamonds are means, bars their 95 % t intervals." if with_interval else ". With one seed there is no interval."
     return FigureBlock("Endpoints, seed by seed.", caption, panels)
 
@@ -63,21 +65,14 @@ def gap_figure(study: StoredStudy) -> FigureBlock | None:
     return FigureBlock("The gap over training.", caption, panels)
 
 
-def _endpoint_panel(rows: Sequence[tuple[str, int, dict[int, float]]], seeds: Sequence[int]) -> Panel:
+def _endpoint_panel(rows: Sequence[tuple[str, int, str, dict[int, float]]], seeds: Sequence[int]) -> Panel:
     def paint(figure: Figure) -> None:
         top = canvas.heading(figure, "Validation loss at the endpoint", "nats per token; mean at the right")
         ax = row_axes(figure, top, len(rows), right=70)
-        for seed in seeds:
-            points = [(values.get(seed), y) for y, (_, _, values) in enumerate(rows)]
-            ax.plot(
-                [x if x is not None else float("nan") for x, _ in points],
-                [y for _, y in points],
-                color=color("muted"),
-                linewidth=0.9,
-                alpha=0.65,
-                zorder=2,
-            )
-        for y, (label, index, values) in enumerate(rows):
+        for seed, scale in product(seeds, dict.fromkeys(scale for _, _, scale, _ in rows)):
+            places = [(values.get(seed, math.nan), y) for y, (_, _, of, values) in enumerate(rows) if of == scale]
+            ax.plot(*zip(*places, strict=True), color=color("muted"), linewidth=0.9, alpha=0.65, zorder=2)
+        for y, (label, index, _, values) in enumerate(rows):
             mean = math.fsum(values.values()) / len(values)
             row_label(ax, y, label)
             ax.plot(
@@ -93,9 +88,9 @@ def _endpoint_panel(rows: Sequence[tuple[str, int, dict[int, float]]], seeds: Se
             if len(values) > 1:
                 mean_mark(ax, mean, y, index)
             row_value(ax, y, numbers.nats(mean))
-        row_limits(ax, [v for _, _, values in rows for v in values.values()])
+        row_limits(ax, [v for *_, values in rows for v in values.values()])
 
-    words = "; ".join(f"{label}: " + ", ".join(numbers.nats(v) for v in values.values()) for label, _, values in rows)
+    words = "; ".join(f"{label}: " + ", ".join(numbers.nats(v) for v in values.values()) for label, *_, values in rows)
     return canvas.draw("endpoints", f"Validation NLL at the endpoint per arm and seed. {words}.", paint, height=row_height(len(rows)))
 
 

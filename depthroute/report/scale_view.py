@@ -93,10 +93,13 @@ def _table(found: Sequence[Group]) -> Table:
             closing.append(["Same gap at all, p", "", "", numbers.probability(equal.p), NONE])
         groups_of_rows.append((group.name, rows, closing))
     caption = (
-        "The paired gap at every scale, arm minus parent in nats, and over them. Intervals of means and slope are over seeds; that of "
-        "another scale is a 95 % prediction interval over scales, were these a random sample. The last p is Welch's, of one gap at all "
-        "scales."
+        "The paired gap at every scale, arm minus parent in nats, and over them. Parameters are the parent's. Intervals of means and "
+        "slope are over seeds."
     )
+    if any(group.view.another_scale is not None for group in found):
+        caption += " That of another scale is a 95 % prediction interval over scales, were these a random sample."
+    if any(group.view.equal_gaps is not None for group in found):
+        caption += " The last p is Welch's, of one gap at all scales."
     return Table(caption, ["Scale", "Parameters", "Seeds", "Gap", f"95{NO_BREAK}% interval"], groups_of_rows)
 
 

@@ -15,6 +15,7 @@ from depthroute.common.files import read_json, read_json_lines
 from depthroute.report.theme import ARM_COLORS
 
 FORMAT = 2  # of plan.json
+CURVES = 8  # arms whose curves can still be told apart; no more than there are colours
 POST_HOC = " (post hoc)"  # what was added after the plan carries this wherever it is named
 PLAN_FIELDS = ("name", "arms", "comparisons", "seeds", "endpoint", "claims", "extensions")
 
@@ -178,7 +179,7 @@ def read_study(folder: Path) -> StoredStudy:
     statistics = read_json(path) if path.exists() else {}
     added: dict[str, list[Any]] = {what: [x for e in plan["extensions"] for x in e[what]] for what in ("arms", "comparisons", "claims")}
     compute = statistics.get("compute", {})
-    numbered = zip(_places(plan), plan["arms"], strict=True)
+    numbered = zip(places(plan), plan["arms"], strict=True)
     arms = {entry["name"]: _arm(index, entry, entry["name"] in added["arms"], compute) for index, entry in numbered}
     for name in (name for pair in plan["comparisons"] for name in pair):
         if name not in arms:
@@ -234,19 +235,26 @@ def _read_plan(folder: Path) -> Mapping[str, Any]:
     return plan
 
 
-def mentioned(plan: Mapping[str, Any]) -> list[str]:
-    """The arms in the order of their weight: those of the headline, of claims, of the other comparisons, and the rest."""
+def mentioned(plan: Mapping[str, Any], room: int) -> list[str]:
+    """The `room` arms of most weight: those of the headline, of claims, of the other comparisons, and the rest.
+
+    A pair that does not fit whole is passed over: an arm without the one it is compared with would say nothing.
+    """
     claims = [(claim["arm"], claim["parent"]) for claim in plan["claims"] if claim["kind"] != "saves"]
     pairs = [*plan["comparisons"][:1], *claims, *plan["comparisons"][1:]]
-    return list(dict.fromkeys([*(name for pair in pairs for name in pair), *(entry["name"] for entry in plan["arms"])]))
+    found: dict[str, None] = {}
+    for group in [*pairs, *((entry["name"],) for entry in plan["arms"])]:
+        if len(found | dict.fromkeys(group)) <= room:
+            found |= dict.fromkeys(group)
+    return list(found)
 
 
-def _places(plan: Mapping[str, Any]) -> list[int]:
+def places(plan: Mapping[str, Any]) -> list[int]:
     """A number for each arm of the plan: its place; with more arms than colours, those that are drawn come first and share no colour."""
     names = [entry["name"] for entry in plan["arms"]]
     if len(names) <= ARM_COLORS:
         return list(range(len(names)))
-    first = set(mentioned(plan)[:ARM_COLORS])
+    first = list(dict.fromkeys([*mentioned(plan, CURVES), *mentioned(plan, ARM_COLORS)]))[:ARM_COLORS]
     order = sorted(names, key=lambda name: name not in first)
     return [order.index(name) for name in names]
 

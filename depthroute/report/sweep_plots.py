@@ -145,8 +145,8 @@ def _losses(study: StoredStudy, grid: Grid) -> dict[tuple[Level, Level], dict[in
 
 def _caption(rankings: Sequence[Ranking]) -> str:
     caption = (
-        "A cell is an arm, its number the mean loss over the complete seeds in nats per token; darker is lower, on one scale in all "
-        "panels. The thick frame is the lowest mean. "
+        "A cell is an arm, its number the mean loss over the complete seeds in nats per token; the stronger its colour the lower, on one "
+        "scale in all panels. The thick frame is the lowest mean. "
     )
     if any(rank.contenders is not None for rank in rankings):
         caption += "Hatched cells cannot be told from it by what repeated runs spread; that the truly best is among them holds with 95 %. "
@@ -159,8 +159,9 @@ def _panel(
     index: int, grid: Grid, losses: Mapping[tuple[Level, Level], Mapping[int, float]], rank: Ranking, limits: tuple[float, float]
 ) -> Panel:
     columns, rows = grid.levels
-    cell = max(CELL_WIDTH, min(90.0, (canvas.WIDTH - LABELS) / len(columns)))
-    width = max(canvas.WIDTH, LABELS + cell * len(columns) + canvas.MARGIN)
+    labels = max(LABELS, min(160.0, 14 + len(grid.axes[1]) * canvas.SMALL_SIZE * canvas.CHARACTER_WIDTH))
+    cell = max(CELL_WIDTH, min(90.0, (canvas.WIDTH - labels) / len(columns)))
+    width = max(canvas.WIDTH, labels + cell * len(columns) + canvas.MARGIN)
     height = canvas.heading_height(grid.title, width) + HEAD + CELL_HEIGHT * len(rows) + FOOT
     low, high = limits
 
@@ -168,21 +169,21 @@ def _panel(
         from matplotlib.patches import Rectangle
 
         top = canvas.heading(figure, grid.title, "mean loss, nats per token") + HEAD
-        corner_name = canvas.cut(grid.axes[1], LABELS - 12, canvas.SMALL_SIZE)
-        canvas.text(figure, LABELS - 10, top - 8, corner_name, fontsize=canvas.SMALL_SIZE, color=color("muted"), ha="right")
-        canvas.text(figure, LABELS, top - 24, grid.axes[0], fontsize=canvas.SMALL_SIZE, color=color("muted"))
+        corner_name = canvas.cut(grid.axes[1], labels - 12, canvas.SMALL_SIZE)
+        canvas.text(figure, labels - 10, top - 8, corner_name, fontsize=canvas.SMALL_SIZE, color=color("muted"), ha="right")
+        canvas.text(figure, labels, top - 24, grid.axes[0], fontsize=canvas.SMALL_SIZE, color=color("muted"))
         for column, level in enumerate(columns):
             shown = canvas.cut(_level(level), cell, canvas.SMALL_SIZE)
-            canvas.text(figure, LABELS + cell * (column + 0.5), top - 8, shown, fontsize=canvas.SMALL_SIZE, ha="center")
+            canvas.text(figure, labels + cell * (column + 0.5), top - 8, shown, fontsize=canvas.SMALL_SIZE, ha="center")
         for row, second in enumerate(rows):
             y = top + CELL_HEIGHT * row
-            shown = canvas.cut(_level(second), LABELS - 12, canvas.SMALL_SIZE)
-            canvas.text(figure, LABELS - 10, y + 17.5, shown, fontsize=canvas.SMALL_SIZE, ha="right")
+            shown = canvas.cut(_level(second), labels - 12, canvas.SMALL_SIZE)
+            canvas.text(figure, labels - 10, y + 17.5, shown, fontsize=canvas.SMALL_SIZE, ha="right")
             for column, first in enumerate(columns):
                 place = (first, second)
                 if place not in grid.arms:
                     continue
-                x, mean = LABELS + cell * column, _mean(list(losses[place].values())) if place in losses else None
+                x, mean = labels + cell * column, _mean(list(losses[place].values())) if place in losses else None
                 corner, size = (x + 1, height - y - CELL_HEIGHT + 1), (cell - 2, CELL_HEIGHT - 2)
                 depth = 0.0 if mean is None else DEEPEST * ((high - mean) / (high - low) if high > low else 0.5)
                 layers: list[dict[str, Any]] = [

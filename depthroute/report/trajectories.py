@@ -33,6 +33,11 @@ def blocks(study: StoredStudy, few: int) -> list[Block]:
     return [table] if len(found) <= few else [Details("Does the gap close? Every comparison", [table])]
 
 
+def _never(comparison: Comparison) -> bool:
+    """Whether there is no gap to follow: the two arms are the same network."""
+    return not any(difference for milestone in comparison.milestones for difference in milestone["differences"])
+
+
 def _table(found: Sequence[tuple[Comparison, Trajectory]]) -> Table:
     rows = []
     for comparison, path in found:
@@ -41,7 +46,7 @@ def _table(found: Sequence[tuple[Comparison, Trajectory]]) -> Table:
         first, last = path.points[0], path.points[-1]
         rows.append([
             comparison.name,
-            VERDICTS[trend.verdict],
+            "none" if _never(comparison) else VERDICTS[trend.verdict],
             f"{numbers.difference(first.mean)} to {numbers.difference(last.mean)}".replace(" ", NO_BREAK),
             numbers.interval(trend.first_to_last.interval),
             numbers.difference(trend.slope.mean),
@@ -51,6 +56,7 @@ def _table(found: Sequence[tuple[Comparison, Trajectory]]) -> Table:
         "The gap from the first milestone to the last, nats. A gap closes, or widens, where its mean over milestones has a side and the "
         "slope of its size within a seed, per doubling of tokens, has a 95 % t interval that leaves zero out; otherwise this is undecided."
     )
+    caption += " None: every difference at every milestone is exactly zero." if any(_never(comparison) for comparison, _ in found) else ""
     change = f"95{NO_BREAK}% interval"
     columns = ["Comparison", "The gap", "First to last", f"{change} of the change", "Per doubling", change]
     return Table(caption, columns, [(None, rows, [])], text_columns=2)

@@ -20,6 +20,7 @@ from typing import Any
 
 from depthroute.common.files import read_json_lines
 from depthroute.report.canvas import dashes
+from depthroute.report.stored import places
 from depthroute.report.theme import ARM_COLORS
 from depthroute.study.live import Live, parsed_lines, read_live
 from depthroute.study.plan import Cell, cells, read_plan, run_folder
@@ -180,7 +181,7 @@ def _described(plan: Mapping[str, Any]) -> dict[str, Any]:
         "question": plan["question"],
         "arms": [
             {"name": arm["name"], "label": arm["label"], "color": f"var(--arm-{index % ARM_COLORS})", "dashes": _dashes(index)}
-            for index, arm in enumerate(plan["arms"])
+            for index, arm in zip(places(plan), plan["arms"], strict=True)
         ],
         "comparisons": [{"arm": arm, "parent": parent} for arm, parent in plan["comparisons"]],
         "seeds": plan["seeds"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -15,16 +16,17 @@ from depthroute.common.files import read_json
 from depthroute.report import noise, trajectories
 from depthroute.report.cost_plots import bought, cost_figure, fronts
 from depthroute.report.document import Block, Details, FigureBlock, Panel, Paragraph, Table
-from depthroute.report.effect_view import _common, crossings, effect_blocks
-from depthroute.report.featured import CURVES, PANELS, featured_arms, featured_cells, featured_comparisons
+from depthroute.report.effect_view import _common, _mixed, crossings, effect_blocks
+from depthroute.report.featured import PANELS, featured_arms, featured_cells, featured_comparisons
 from depthroute.report.gradient_plots import gradient_figure
-from depthroute.report.outcome_plots import simultaneous_band
+from depthroute.report.outcome_plots import endpoints_figure, simultaneous_band
 from depthroute.report.scale_view import groups, scale_blocks
 from depthroute.report.scaling_plots import methods, scaling_blocks, without_scale
 from depthroute.report.split_plots import split_blocks, split_gap
-from depthroute.report.stored import StoredStudy, read_study
+from depthroute.report.stored import CURVES, StoredStudy, mentioned, read_study
 from depthroute.report.sweep_plots import grids, sweep_blocks
-from depthroute.report.theme import arm_color
+from depthroute.report.theme import ARM_COLORS, arm_color
+from depthroute.report.watch_feed import _described
 from depthroute.study.clusters import cluster_bootstrap
 from depthroute.study.grid import Cell, Run, best_cells
 from depthroute.study.scales import across_scales
@@ -222,7 +224,7 @@ def test_whether_a_gap_closes(studies: dict[str, StoredStudy]) -> None:
     path = trajectories.followed(study.comparisons[0])
     assert path is not None and path.trend is not None and len(path.points) == 8
     table = rows(trajectories.blocks(study, 10))
-    assert table[0][1] == "widens" and table[2][1] == "undecided", "two equal arms have no gap that could close"
+    assert table[0][1] == "widens" and table[2][1] == "none", "two equal arms have no gap that could close"
     low, high = simultaneous_band(study.comparisons[0])
     end = study.comparisons[0].endpoint
     assert end is not None
@@ -249,6 +251,38 @@ def test_a_large_study_features_what_decides(tmp_path: Path, write_study: WriteS
     assert sorted(arm.index for arm in study.arms) == list(range(20))
     compared = [c.arm.name for c in featured_comparisons(study)]
     assert len(compared) == PANELS and compared[0] == "arm-1" and compared[-1] == "arm-19"
+
+
+def test_no_arm_is_drawn_without_the_one_it_is_compared_with() -> None:
+    names = [f"{arm}-{scale}" for scale in "sm" for arm in ("prenorm", "block", "rd", "tied")]
+    pairs = [("rd-s", "block-s"), ("tied-s", "block-s"), ("rd-m", "block-m"), ("block-s", "prenorm-s")]
+    plan = {"claims": [], "comparisons": pairs, "arms": [{"name": name} for name in names]}
+    assert mentioned(plan, 4) == ["rd-s", "block-s", "tied-s", "prenorm-s"]  # rd-m would be alone
+    assert mentioned(plan, 5) == ["rd-s", "block-s", "tied-s", "rd-m", "block-m"]
+    assert set(mentioned(plan, 8)) == set(names)
+
+
+def test_the_live_page_has_the_report_s_colours_in_a_large_study(tmp_path: Path, write_study: WriteStudy, scenarios: Scenarios) -> None:
+    given = scenarios["large"](20) | {"documents": 0, "seeds": (0,), "routed": False}
+    last = {"text": "The last one is better", "kind": "lower", "arm": "arm-19", "parent": "prenorm"}
+    study = read_study(write_study(tmp_path, **given, claims=[last]))
+    live = {arm["name"]: arm["color"] for arm in _described(study.plan)["arms"]}
+    assert live == {arm.name: f"var(--arm-{arm.index % ARM_COLORS})" for arm in study.arms}
+    by_place = {arm["name"]: f"var(--arm-{place % ARM_COLORS})" for place, arm in enumerate(study.plan["arms"])}
+    assert live != by_place, "an arm's place in the plan is not its colour"
+
+
+def test_lines_of_endpoints_stay_within_a_scale(studies: dict[str, StoredStudy]) -> None:
+    figure = endpoints_figure(studies["scales"])
+    assert figure is not None and "joins the same seed across the arms of one scale" in figure.caption
+    plain = endpoints_figure(studies["controls"])
+    assert plain is not None and "joins the same seed across arms," in plain.caption
+
+
+def test_a_fraction_of_a_design_says_so(studies: dict[str, StoredStudy]) -> None:
+    (crossing,) = crossings(studies["crossed"])
+    assert crossing.combinations == 4 and "Every combination of levels was run" in _mixed([crossing])
+    assert "2 of the 4 combinations" in _mixed([dataclasses.replace(crossing, combinations=2)])
 
 
 def test_compute_of_the_statistics_reaches_the_arms(studies: dict[str, StoredStudy]) -> None:

@@ -18,6 +18,7 @@ import pytest
 from depthroute.common.errors import RequestError
 from depthroute.common.files import read_json, write_json
 from depthroute.report import write_report
+from depthroute.report.findings import _seed_limit
 
 WriteStudy = Callable[..., Path]
 SECTIONS = ("verdict", "setup", "results", "curves", "routing", "cost", "limits", "reproduction")
@@ -129,6 +130,15 @@ def test_limits_are_computed(page: Reader) -> None:
     assert "With 3 seeds the exact sign-flip test cannot go below p = 0.25, so that it can never reach 0.05 here." in page.text
     assert "Models of up to 1.09 million parameters, trained on 819,200 tokens (0.13 passes over the training split)" in page.text
     assert "Validation averages over 262,144 tokens" in page.text
+
+
+def test_limits_of_comparisons_with_unlike_numbers_of_seeds() -> None:
+    assert _seed_limit([1, 1]) == "One seed: no interval can be formed, and no statement about other seeds follows."
+    mixed = _seed_limit([6, 3, 1, 1])
+    assert "With one seed, as 2 of 4 comparisons have, no interval can be formed" in mixed
+    assert "With 3 seeds, as 1 of 4 comparisons has, the exact sign-flip test cannot go below p = 0.25, so that it can never" in mixed
+    assert "With 6 seeds, as 1 of 4 comparisons has, the exact sign-flip test cannot go below p = 0.0312." in mixed
+    assert "The t interval of 3 seeds has 2\u00a0degrees of freedom" in mixed
 
 
 def test_cost_is_relative_to_the_parent(full: Path, page: Reader) -> None:
@@ -295,7 +305,7 @@ def test_ten_arms_fit_and_the_eleventh_color_is_never_needed(tmp_path: Path, wri
     arms = {f"a{i}": (f"Arm number {i} with a long name", routed if i else {"method": "prenorm"}, -0.01 * i) for i in range(10)}
     reader = page_of(write_study(tmp_path, arms=arms, comparisons=[(f"a{i}", "a0") for i in range(1, 10)]))
     assert len({a["id"] for a in reader.find("div") if (a.get("id") or "").startswith("gap-")}) == 9
-    assert "Besides the headline there are 8 comparisons. In 8 of them the interval lies below zero" in reader.text
+    assert "Besides the headline there are 8 comparisons: in 8 of them the interval lies below zero" in reader.text
     assert "Every pair, seed by seed" in reader.text
 
 
