@@ -17,7 +17,6 @@ from typing import Any
 
 from depthroute.common.errors import RequestError
 from depthroute.recipes.arms import boundary, run_in, run_of_arm
-from depthroute.recipes.crossed import crossed_study as crossed_study
 from depthroute.recipes.forms import Form
 from depthroute.recipes.role_decoupled import BODIES, PAPER, PRINTED, SEEDS, SMALL_SEEDS
 from depthroute.study.plan import Arm, Claim, Reference, Study

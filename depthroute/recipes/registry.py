@@ -9,7 +9,16 @@ from typing import Any, Protocol
 
 from depthroute.common.errors import RequestError, choose
 from depthroute.data import PrepareConfig
-from depthroute.recipes import attention_residuals, attention_residuals_sweeps, low_rank, multi_hop, next_tests, role_decoupled, route_rate
+from depthroute.recipes import (
+    attention_residuals,
+    attention_residuals_sweeps,
+    crossed,
+    low_rank,
+    multi_hop,
+    next_tests,
+    role_decoupled,
+    route_rate,
+)
 from depthroute.recipes.forms import Form
 from depthroute.study.plan import Study
 
@@ -82,7 +91,7 @@ STUDIES: dict[str, StudyRecipe] = {
     ),
     "crossed": StudyRecipe(
         description="which of learning rates, head width and length decides between Block, low-rank keys and RD",
-        build=next_tests.crossed_study,
+        build=crossed.crossed_study,
     ),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from depthroute.study.compute import token_compute
 from depthroute.study.pace import measure_pace
 from depthroute.study.plan import arm_entry
 from depthroute.study.split import flops_per_token, read_machine
+from depthroute.study.status import aligned
 from depthroute.train import RunConfig, branch_step
 from depthroute.train.console import duration
 
@@ -119,7 +120,7 @@ def price_lines(price: Price) -> list[str]:
         flops = f"{arm.flops:.2e}{'' if arm.counted else ' *'}"
         rows.append((arm.label, f"{arm.cells}", f"{arm.tokens:,}", flops, gigabytes(arm.memory_bytes), _time(arm.hours)))
     rows.append(("all", f"{price.cells}", "", f"{price.flops:.2e}", gigabytes(price.memory_bytes), _time(price.hours)))
-    lines = _aligned(rows)
+    lines = aligned(rows)
     if not all(arm.counted for arm in price.arms):
         lines.append("* without its residual method, which has no formula")
     if price.flops_per_second is None:
@@ -145,11 +146,6 @@ def _rate(
     room = 1 if config.train.device == "cuda" else max(1, min(cores // threads, cells))
     pace = measure_pace(config, workers=room if workers is None else min(workers, room), threads=threads)
     return pace.tokens_per_second * flops_per_token(config)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(f"{word:{'<' if column == 0 else '>'}{widths[column]}}" for column, word in enumerate(row)).rstrip() for row in rows]
 
 
 def _time(hours: float | None) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from depthroute.study.budget import gigabytes
 from depthroute.study.live import CellLive, Live
 from depthroute.train.console import duration
@@ -23,15 +25,18 @@ def status_lines(live: Live, *, width: int | None = None, height: int | None = N
     if height is not None and len(shown) > max(height - 3, 1):
         ranked = sorted(range(len(shown)), key=lambda index: (URGENCY.index(shown[index].state), index))
         shown = tuple(shown[index] for index in sorted(ranked[: max(height - 3, 1)]))
-    rows = [HEAD, *map(_row, shown)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
-    lines = [
-        "  ".join(f"{word:{'<' if column in LEFT_ALIGNED else '>'}{widths[column]}}" for column, word in enumerate(row)).rstrip()
-        for row in rows
-    ]
+    lines = aligned([HEAD, *map(_row, shown)], left=LEFT_ALIGNED)
     if len(shown) < len(live.cells):
         lines.append(f"and {len(live.cells) - len(shown)} more cells")
     return [line if width is None else line[:width] for line in (_summary(live), *lines)]
+
+
+def aligned(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:
+    """Rows of a table in plain text, a line each; the columns in `left` align left, the others right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(f"{word:{'<' if column in left else '>'}{widths[column]}}" for column, word in enumerate(row)).rstrip() for row in rows
+    ]
 
 
 def _summary(live: Live) -> str:
