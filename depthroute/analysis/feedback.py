@@ -84,7 +84,8 @@ def _parts(residual: AttnRes, memory: Memory, site: int, inputs: Inputs) -> dict
         assert isinstance(h, Tensor) and not isinstance(h, RoleInputs)
         if h.grad is None:
             continue
-        g, mixed = h.grad.float(), h.float()
+        times = residual.times(memory)
+        g, mixed = h.grad.float() * times, h.float() / times
         direct = routed = 0.0
         for source, weight in zip(residual.sources(memory), of_role, strict=True):
             o = source.float()

@@ -123,9 +123,12 @@ class AttnResRead(BankRead[AttnResConfig, AttnRes]):
         roles = {role: torch.stack(heads, dim=-1) for role, heads in by_role.items()}
         if self.config.roles == "average" and len(roles) > 1:  # two routes, and one read, the mean of theirs
             roles = {"shared": torch.stack(list(roles.values())).mean(0)}
+        times = self.residual.times(memory)
         if self.config.weighting == "softmax":
-            return {role: self.softmax_row(sources, weights) for role, weights in roles.items()}
-        return {role: Row(mixed(sources, weights)) for role, weights in roles.items()}
+            found = {role: self.softmax_row(sources, weights) for role, weights in roles.items()}
+        else:
+            found = {role: Row(mixed(sources, weights)) for role, weights in roles.items()}
+        return {role: row._replace(weights=row.weights * times) for role, row in found.items()} if times > 1 else found
 
 
 class DynamicQueryRead(BankRead[DynamicQueryConfig, DynamicQuery]):

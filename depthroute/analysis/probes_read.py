@@ -147,6 +147,8 @@ def _composed(residual: SourceBank, memory: Bank, site: int, weights: Mapping[st
     if isinstance(residual, Delta):
         assert memory.stream is not None
         return memory.stream + _gated(residual, site, mixed["shared"])
+    if isinstance(residual, AttnRes) and residual.config.sum_reads:
+        mixed = {role: read * residual.times(memory) for role, read in mixed.items()}
     if isinstance(residual, AttnRes) and residual.config.roles == "average" and len(mixed) > 1:
         return (mixed["query_key"] + mixed["value"]) / 2
     if len(mixed) > 1:

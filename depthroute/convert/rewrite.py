@@ -5,7 +5,7 @@ and so do sums, means, windows, selections and mixtures with the same weights. G
 
     key gain g_t         query          q_t -> (R (g_t * w_t)), last r coordinates          (Eq. 17)
     norm before, gain g  query, key, value, gate, up   W -> W diag(g) R^T, and the gain one
-    output, down                                       W -> R W
+    output, down                                       W -> R W, and a bias b -> R b; biases elsewhere stay
     embedding                                          E -> E R^T
     final norm, gain g   head                          H -> H diag(g) R^T, and the gain one
 
@@ -89,6 +89,9 @@ class Rewrite:
             return self.rows(name, 0, self.config.vocabulary)
         if name.startswith("residual."):
             return self._in_basis(self._query(name)) if local in QUERIES else self.source.tensor(name)
+        if local == "bias":
+            bias = self.source.tensor(name)
+            return self.basis.rows(bias) if owner in WRITE else bias
         if owner in READ_BY:
             norm = ".".join((*parts[:2], f"{READ_BY[owner]}_norm", "weight"))
             weight = self.source.tensor(name)
@@ -123,8 +126,6 @@ class Rewrite:
             expected = model_tensors(Decoder(self.config))
         stored = self.source.stored
         for name in sorted(stored.keys() - expected.keys()):
-            if name.endswith(".bias"):
-                raise RequestError(f"{name!r} is a bias; only a body without biases can be converted.")
             raise FailureError(f"the checkpoint has {name!r}, which the model of its configuration does not.")
         for name, tensor in expected.items():
             if name not in stored or stored[name].shape != tuple(tensor.shape):

@@ -22,7 +22,6 @@ from depthroute.common.files import write_json
 from depthroute.convert.rewrite import Rewrite
 from depthroute.convert.tensor_file import TensorWriter
 from depthroute.model import Decoder, ModelConfig
-from depthroute.model.layers import Rotary
 from depthroute.residual import Memory
 from depthroute.train import checkpoint
 
@@ -55,6 +54,7 @@ def write_checkpoint(rewrite: Rewrite, windows: Tensor, folder: Path, state: dic
             if name.startswith(("residual.", "norm.")):
                 file.write(name, rewrite.tensor(name))
         memories = _opened(rewrite, windows, file, original.model, converted.model)
+        sight = original.model.sight(windows.shape[1])
         weights = torch.zeros((), dtype=torch.float64)
         for site in range(2 * rewrite.config.layers):
             if site % 2 == 0:
@@ -62,7 +62,7 @@ def write_checkpoint(rewrite: Rewrite, windows: Tensor, folder: Path, state: dic
                 for name, tensor in converted.enter(site // 2).items():
                     file.write(name, tensor)
             weights = torch.maximum(weights, _weight_difference(memories, site, original.model, converted.model))
-            memories = [(original.model.step(one, site), converted.model.step(other, site)) for one, other in memories]
+            memories = [(original.model.step(one, site, sight), converted.model.step(other, site, sight)) for one, other in memories]
         weights = torch.maximum(weights, _weight_difference(memories, 2 * rewrite.config.layers, original.model, converted.model))
         logits, largest = _logit_difference(rewrite, _closed(memories, original.model, converted.model), file)
     save_file({}, folder / checkpoint.OPTIMISER)
@@ -79,7 +79,8 @@ class _Layerwise:
             self.model = Decoder(config).eval()
         # these have tables that are no weights, and would stay without values
         self.model.residual = config.residual.build(config.body).double()
-        self.model.rotary = Rotary(config.resolved_head_width, config.context, config.rope_base).double()
+        self.model.rotary = self.model.rotary.to_empty(device="cpu").double()
+        self.model.rotary.reset_buffers()
         self._tensor = tensor
         self._names = list(checkpoint.model_tensors(self.model))
         self._fill("residual.")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from depthroute.common.errors import RequestError, choose
+from depthroute.model.rotary import Precision, RopeScaling
 from depthroute.residual import Body, PreNormConfig, ResidualConfig
 
 PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")  # a layer's weight matrices
@@ -13,9 +14,16 @@ PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")  # a lay
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only Transformer with RMSNorm, RoPE, bias-free attention and SwiGLU.
+    """A decoder-only Transformer with RMSNorm, RoPE and SwiGLU.
 
-    `key_value_heads`: None is one per head. `head_width`: None is width / heads. `context`: the longest sequence.
+    `key_value_heads`: None is one per head. `head_width`: None is width / heads. `context`: the longest sequence. `biases`: the projections
+    that have one ("query", "key", "value", "output", "gate", "up", "down").
+
+    `attention_window`: how many tokens one attends to, itself among them (Mistral); None is all. `windowed_layers`: the layers, from 0,
+    that have the window; None is all of them.
+
+    `rope_scaling`: slower rotations for a longer context. `rope_precision`: that of the angles, see `Rotary`; "float32" for checkpoints
+    from transformers.
 
     `norms`: "pre" has one before every sub-layer; "post" one behind it, before its output is written, and none before (Swin V2, OLMo 2);
     "sandwich" both (Peri-LN); "hybrid" is HybridNorm: an attention normalises queries, keys and values by head in place of its input, an
@@ -37,6 +45,11 @@ class ModelConfig:
     key_value_heads: int | None = None
     head_width: int | None = None
     rope_base: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    rope_precision: Precision = "float64"
+    biases: tuple[str, ...] = ()
+    attention_window: int | None = None
+    windowed_layers: tuple[int, ...] | None = None
     qk_norm: bool = False
     norms: Literal["pre", "post", "sandwich", "hybrid"] = "pre"
     tied_embeddings: bool = True
@@ -46,7 +59,7 @@ class ModelConfig:
     residual: ResidualConfig = field(default_factory=PreNormConfig)
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary", "width", "layers", "heads", "mlp_width", "context", "key_value_heads", "head_width"):
+        for name in ("vocabulary", "width", "layers", "heads", "mlp_width", "context", "key_value_heads", "head_width", "attention_window"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise RequestError(f"model.{name} = {value} is not allowed; it takes 1 or more.")
@@ -59,6 +72,14 @@ class ModelConfig:
         for name in ("norm_eps", "init_std", "rope_base"):
             if not getattr(self, name) > 0:
                 raise RequestError(f"model.{name} = {getattr(self, name)} is not allowed; it must be positive.")
+        for name in self.biases:
+            if name not in PROJECTIONS:
+                raise RequestError(f"model.biases: {choose('projection', name, PROJECTIONS)}")
+        if self.windowed_layers is not None and self.attention_window is None:
+            raise RequestError("model.windowed_layers needs model.attention_window, how many tokens these layers attend to.")
+        for number in self.windowed_layers or ():
+            if not 0 <= number < self.layers:
+                raise RequestError(f"model.windowed_layers has {number}; the layers are 0 to {self.layers - 1}.")
         self.residual.check(self.body)
         for name in self.residual.adaptation(self.body).initial_scale:
             if name not in PROJECTIONS:
@@ -71,6 +92,10 @@ class ModelConfig:
     @property
     def resolved_key_value_heads(self) -> int:
         return self.key_value_heads if self.key_value_heads is not None else self.heads
+
+    def has_window(self, layer: int) -> bool:
+        """Whether `layer` (from 0) attends to a window only."""
+        return self.attention_window is not None and (self.windowed_layers is None or layer in self.windowed_layers)
 
     def initial_std(self, projection: str) -> float:
         """The initial standard deviation of a layer's weight matrix by name ("query", ..., "down")."""

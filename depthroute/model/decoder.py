@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from depthroute.common.errors import RequestError
+from depthroute.model.attention import Sight, SubLayerOutput, whole_sequence
 from depthroute.model.config import ModelConfig
-from depthroute.model.layers import Layer, Projection, Rotary, SubLayerOutput, TokenEmbedding
+from depthroute.model.layers import Layer
+from depthroute.model.linear import Projection, TokenEmbedding
 from depthroute.model.loss import LossSums, cross_entropy_sums, likeliest, token_nll
-from depthroute.residual import Memory, RMSNorm, Trace
+from depthroute.model.rotary import Rotary
+from depthroute.residual import Memory, RMSNorm, Routing, Trace
 
 Observer = Callable[[int, Memory], None]
 
@@ -28,45 +31,59 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = TokenEmbedding(config.vocabulary, config.width, config.init_std)
-        self.rotary = Rotary(config.resolved_head_width, config.context, config.rope_base)
+        self.rotary = Rotary(
+            config.resolved_head_width, config.context, config.rope_base, config.rope_precision, config.rope_scaling
+        )
         self.layers = nn.ModuleList(Layer(config, number) for number in range(config.layers))
         self.residual = config.residual.build(config.body)
         self.norm = RMSNorm(config.width, eps=config.norm_eps)
         self.head = None if config.tied_embeddings else Projection(config.width, config.vocabulary, config.init_std)
 
-    def forward(self, tokens: Tensor, observe: Observer | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, observe: Observer | None = None, *, sight: Sight | None = None, routing: Routing | None = None
+    ) -> Tensor:
         """Hidden states [B, T, D] after the final norm, from token ids [B, T] (int64).
 
-        `observe(site, memory)` is called before each read, the last one included; diagnostics use it.
+        Args:
+            observe: `observe(site, memory)` is called before each read, the last one included; diagnostics use it.
+            sight: where the tokens stand and what they see. None: whole sequences without padding.
+            routing: what connects the sub-layers in place of `residual`: its form for decoding.
 
         Raises:
-            RequestError: more tokens than the context.
+            RequestError: more tokens than the context, where no `sight` was given.
         """
-        if tokens.shape[-1] > self.config.context:
-            raise RequestError(f"a sequence of {tokens.shape[-1]} tokens is longer than model.context = {self.config.context}.")
-        residual = self.residual
-        memory = residual.open(self._into_memory(self.embedding(tokens)))
+        if sight is None:
+            sight = self.sight(tokens.shape[-1])
+        routing = routing or self.residual
+        memory = routing.open(self._into_memory(self.embedding(tokens)))
         for site in range(2 * len(self.layers)):
             if observe is not None:
                 observe(site, memory)
-            memory = self.step(memory, site)
+            memory = self.step(memory, site, sight, routing)
         if observe is not None:
             observe(2 * len(self.layers), memory)
-        return residual.close(memory, self.norm)
+        return routing.close(memory, self.norm)
 
-    def step(self, memory: Memory, site: int) -> Memory:
+    def sight(self, tokens: int) -> Sight:
+        """Of whole sequences of `tokens` without padding. Raises RequestError beyond the context."""
+        if tokens > self.config.context:
+            raise RequestError(f"a sequence of {tokens} tokens is longer than model.context = {self.config.context}.")
+        return whole_sequence(self.rotary(0, tokens), tokens, self.config.attention_window)
+
+    def step(self, memory: Memory, site: int, sight: Sight, routing: Routing | None = None) -> Memory:
         """One sub-layer: its read, itself, and what it writes."""
+        routing = routing or self.residual
         layer = self.layers[site // 2]
         assert isinstance(layer, Layer)
         behind = layer.attention_output_norm if site % 2 == 0 else layer.mlp_output_norm
         if site % 2 == 0:
-            inputs = self.residual.read(memory, site, layer.attention_norm)
-            found: SubLayerOutput = layer.attention(inputs, self.rotary, partial(self.residual.values, memory, site))
+            inputs = routing.read(memory, site, layer.attention_norm)
+            found: SubLayerOutput = layer.attention(inputs, sight, partial(routing.values, memory, site))
         else:
-            inputs = self.residual.read(memory, site, layer.mlp_norm)
+            inputs = routing.read(memory, site, layer.mlp_norm)
             found = layer.mlp(inputs)
         output = found.output if behind is None else behind(found.output)
-        return self.residual.write(memory, site, output, Trace(inputs, found.activation, found.kept))
+        return routing.write(memory, site, output, Trace(inputs, found.activation, found.kept))
 
     def logits(self, tokens: Tensor) -> Tensor:
         """[B, T, V] in at least float32, from token ids [B, T]."""

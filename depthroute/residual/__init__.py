@@ -21,6 +21,7 @@ from depthroute.residual.protocol import Projected as Projected
 from depthroute.residual.protocol import Residual as Residual
 from depthroute.residual.protocol import ResidualConfig as ResidualConfig
 from depthroute.residual.protocol import RoleInputs as RoleInputs
+from depthroute.residual.protocol import Routing as Routing
 from depthroute.residual.protocol import Trace as Trace
 from depthroute.residual.registry import FAMILY as FAMILY
 from depthroute.residual.registry import SPECIFICATIONS as SPECIFICATIONS

@@ -50,6 +50,10 @@ class AttnResConfig(BankConfig):
     `first_read`: give the first site parameters although it can only read the embedding, as the role-decoupled paper counts them. They
     change nothing and their gradient is zero.
 
+    `sum_reads`: multiply every read by the number of its sources. With zero queries it is then their sum, the plain residual stream itself,
+    where it is otherwise their mean, on which the epsilon of the norm behind it weighs more: a network that was trained without routing is
+    the same function with it, to the last bits (`depthroute adopt`).
+
     `phases`: read the closed sources once for all sites of the open block, where there are three or more, and merge the open partial sum at
     each site (Attention Residuals, Algorithm 1). It changes speed, memory and rounding, nothing else.
     """
@@ -68,6 +72,7 @@ class AttnResConfig(BankConfig):
     learned_count_prior: bool = False
     roles: Roles = "shared"
     first_read: bool = False
+    sum_reads: bool = False
     phases: bool = True
 
     def __post_init__(self) -> None:
@@ -170,7 +175,8 @@ class AttnRes(SourceBank):
         roles = self._has_roles(site)
         average = roles and self.config.roles == "average"  # the norm comes after the average of two reads
         fused = None if average else fusible(norm, self.body.width)
-        options: dict[str, Any] = {} if fused is None else {"output_gain": fused.weight, "output_eps": fused.eps}
+        times = self.times(memory)
+        options: dict[str, Any] = {} if fused is None else {"output_gain": fused.weight, "output_eps": cast(float, fused.eps) / times**2}
         if str(site) in self.sites:
             reads = self._mixtures(memory, site, options)
         elif site == 0:  # one source, which any query returns as it is
@@ -178,6 +184,8 @@ class AttnRes(SourceBank):
             reads = (cast(Tensor, depth_attention([first], first.new_zeros(1), **options)),)
         else:
             raise RequestError(f"this module has no parameters for site {site}; it has those of {', '.join(self.sites) or 'none'}.")
+        if fused is None and times > 1:  # a norm in the same pass takes away what its input is multiplied by
+            reads = tuple(read * times for read in reads)
         mixed = (reads[0] + reads[1]) / 2 if len(reads) > 1 and average else reads[0]
         inputs = RoleInputs(mixed, reads[len(reads) // 3], reads[-1]) if roles and not average else mixed
         return inputs if fused is not None else normalised(inputs, norm)
@@ -213,6 +221,10 @@ class AttnRes(SourceBank):
         assert isinstance(found, tuple)
         reads = iter([read if isinstance(read, DepthRead) else DepthRead(cast(Tensor, read)) for read in found])
         return tuple(Ahead(of_site, tuple(islice(reads, len(of_site)))) for of_site in queries)
+
+    def times(self, memory: Bank) -> int:
+        """What a read is multiplied by."""
+        return len(self._within(memory.sources())) if self.config.sum_reads else 1
 
     def _mixtures(self, memory: Bank, site: int, options: dict[str, Any]) -> tuple[Tensor, ...]:
         """What the site's queries read from all sources."""

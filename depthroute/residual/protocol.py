@@ -21,7 +21,7 @@ import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,16 @@ class Trace(NamedTuple):
 
 
 NO_TRACE = Trace()
+
+
+class Routing(Protocol):
+    """What connects the sub-layers of a pass: a `Residual`, or what its `decoding` returns."""
+
+    def open(self, embedding: Tensor) -> Memory: ...
+    def read(self, memory: Memory, site: int, norm: Norm | None = None) -> Inputs: ...
+    def values(self, memory: Memory, site: int, projected: Projected) -> tuple[Tensor, Kept]: ...
+    def write(self, memory: Memory, site: int, output: Tensor, trace: Trace = NO_TRACE) -> Memory: ...
+    def close(self, memory: Memory, norm: Norm | None = None) -> Tensor: ...
 
 
 class Adaptation(NamedTuple):
@@ -137,7 +147,13 @@ METHODS: dict[str, type[ResidualConfig]] = {}  # filled by registry.py, a line a
 
 
 class Residual(nn.Module, abc.ABC):
-    """A way of connecting sub-layers. `body` has 2L sub-layers; sites 0..2L-1 are read before them, site 2L by `close`."""
+    """A way of connecting sub-layers. `body` has 2L sub-layers; sites 0..2L-1 are read before them, site 2L by `close`.
+
+    `per_token`: whether the memory of a token depends on that token alone. Decoding with a cache of keys and values needs it, since a later
+    token then brings nothing new to the memories of earlier ones.
+    """
+
+    per_token: ClassVar[bool] = True
 
     def __init__(self, body: Body) -> None:
         super().__init__()
@@ -178,6 +194,14 @@ class Residual(nn.Module, abc.ABC):
         inputs = self.read(memory, self.body.sublayers, norm)
         assert isinstance(inputs, Tensor)
         return inputs
+
+    def decoding(self, embedding: Tensor) -> Routing:
+        """What reads and writes passes of one shape, those of `embedding` [..., D], one after the other and without gradients.
+
+        A method may keep its memory for it in one place, so that nothing is allocated in a pass; what it reads is then valid until its next
+        pass. As a rule it is the module itself.
+        """
+        return self
 
     def source_names(self, site: int) -> tuple[str, ...]:
         """What the sources at this site are called, oldest first; empty where the method has no source weights."""

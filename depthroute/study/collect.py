@@ -9,12 +9,12 @@ from typing import Any
 
 from depthroute.common.config import to_json
 from depthroute.common.errors import DepthrouteError, FailureError
-from depthroute.common.files import read_json, read_json_lines, write_json
+from depthroute.common.files import read_json_lines, write_json
 from depthroute.study.compute import arm_compute
 from depthroute.study.ledger import ledger
 from depthroute.study.plan import Cell, cell_config, cells, check_matched, common_milestones, differences, milestones, read_plan, run_folder
 from depthroute.study.statistics import paired
-from depthroute.train import RunConfig
+from depthroute.train import RunConfig, recorded_config
 
 
 def write_statistics(directory: Path, failures: Mapping[Cell, str]) -> dict[str, Any]:
@@ -119,11 +119,12 @@ def _compare(
 def _read_cell(directory: Path, plan: Mapping[str, Any], cell: Cell) -> dict[int, dict[str, Any]]:
     """The validations of a whole cell by step; an error says why it does not count."""
     folder = run_folder(directory, *cell)
-    if not (folder / "config.json").exists():
+    ran = recorded_config(folder)
+    if ran is None:
         raise FailureError("not started.")
-    ran = {name: value for name, value in read_json(folder / "config.json").items() if name != "format"}
     planned_config = to_json(cell_config(plan, *cell))
-    for name, there, planned in differences({**ran, "data": ""}, {**planned_config, "data": ""}):  # the fingerprint says which data
+    # the fingerprint says which data
+    for name, there, planned in differences({**to_json(ran), "data": ""}, {**planned_config, "data": ""}):
         raise FailureError(f"its run folder holds another run: {name} is {there} there and {planned} in the plan.")
     if not (folder / "result.json").exists():
         metrics = read_json_lines(folder / "metrics.jsonl")

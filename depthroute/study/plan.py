@@ -290,6 +290,8 @@ def _with_additions(there: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[
 def _changes(there: Mapping[str, Any], here: Mapping[str, Any], *, growing: bool) -> Iterator[tuple[str, str, str]]:
     """Where two plans differ beside their history. `growing` overlooks what `here` has at the end in addition."""
     left, right = ({name: value for name, value in plan.items() if name not in HISTORY} for plan in (there, here))
+    # a plan of an earlier version lacks fields that have come since; they have their defaults
+    left["arms"] = [{**arm, "config": to_json(from_json(RunConfig, arm["config"]))} for arm in left["arms"]]
     if growing:
         right |= {name: right[name][: len(left[name])] for name in GROWS}
         right["arms"] = [

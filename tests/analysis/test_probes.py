@@ -97,12 +97,12 @@ def literal_losses(model: Decoder, windows: list[np.ndarray], changed: Callable[
     """The decoder step by step, with every read of several sources a sum over their stack with `changed(site, role, weights)`."""
     tokens = torch.from_numpy(np.concatenate(windows))
     residual: Any = model.residual
-    memory = residual.open(model.embedding(tokens[:, :-1]))
+    memory, sight = residual.open(model.embedding(tokens[:, :-1])), model.sight(tokens.shape[1] - 1)
     for site, (norm, sublayer) in enumerate(
         pair for layer in model.layers for pair in ((layer.attention_norm, layer.attention), (layer.mlp_norm, layer.mlp))
     ):
         inputs = literal_read(residual, memory, site, norm, changed)
-        found = sublayer(inputs) if site % 2 else sublayer(inputs, model.rotary, lambda projected: (projected.value, None))
+        found = sublayer(inputs) if site % 2 else sublayer(inputs, sight, lambda projected: (projected.value, None))
         memory = residual.write(memory, site, found.output, Trace(inputs, found.activation, found.kept))
     hidden = literal_read(residual, memory, 2 * len(model.layers), model.norm, changed)
     assert isinstance(hidden, Tensor)
@@ -180,7 +180,7 @@ def test_a_probe_set_is_what_whole_forward_passes_say(name: str) -> None:
 def test_a_probe_runs_what_is_behind_its_site_and_no_probe_runs_twice() -> None:
     model, windows, steps = model_with(AttnResConfig()), some_windows(together=6), []
     step = model.step
-    model.step = lambda memory, site: (steps.append(site), step(memory, site))[1]  # type: ignore[method-assign,func-returns-value]
+    model.step = lambda memory, site, *sight: (steps.append(site), step(memory, site, *sight))[1]  # type: ignore[method-assign,func-returns-value]
     found = probe(model, windows, end=END, above=2.0)
     untouched = 2 * 6
     sites = 4 * 5 + 5 * (4 + 3 + 2 + 1)  # uniform, frozen and three groups, or two at the first site; the last has no step behind it

@@ -37,6 +37,8 @@ def scatter(model: Decoder, seed: int) -> None:
             parameter.copy_(0.5 * normal)
         elif name.endswith("count_prior"):
             parameter.copy_(normal)
+        elif name.endswith(".bias"):
+            parameter.copy_(0.3 * normal)
         elif name.endswith(("norm.weight", "key_gain")) and not name.endswith("output_norm.weight"):
             parameter.copy_(1 + 0.4 * normal)
 

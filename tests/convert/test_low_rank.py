@@ -89,6 +89,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "rms": {"residual": AttnResConfig(block=3, summary="rms")},
     "window": {"residual": AttnResConfig(window=2)},
     "count prior": {"residual": AttnResConfig(block=3, count_prior=0.7, learned_count_prior=True)},
+    "biases, a window and sums": {
+        "biases": ("query", "key", "value", "output", "gate", "up", "down"), "attention_window": 5,
+        "residual": AttnResConfig(**RD, sum_reads=True),
+    },
     "ends, no phases": {"residual": AttnResConfig(ends=(1, 4, 6), phases=False, eps=1e-3)},
 }
 
@@ -248,7 +252,7 @@ def edited(run: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "reason"),
     [
-        (lambda t: t.update({"layers.0.mlp.down.bias": torch.ones(12)}), RequestError, "'layers.0.mlp.down.bias' is a bias"),
+        (lambda t: t.update({"layers.0.mlp.down.bias": torch.ones(12)}), FailureError, "the checkpoint has 'layers.0.mlp.down.bias'"),
         (lambda t: t.update(extra=torch.ones(12)), FailureError, "the checkpoint has 'extra'"),
         (lambda t: t.pop("layers.1.mlp.up.weight"), FailureError, "'layers.1.mlp.up.weight' is missing"),
         (lambda t: t.update({"norm.weight": torch.ones(5)}), FailureError, r"'norm.weight' is \[5\]"),
@@ -314,9 +318,9 @@ def test_the_weights_of_one_layer_at_a_time(make_run: MakeRun, tmp_path: Path, m
     there: list[int] = []
     real = Decoder.step
 
-    def step(self: Decoder, memory: Any, site: int) -> Any:
+    def step(self: Decoder, *given: Any) -> Any:
         there.append(sum(not layer.mlp.down.weight.is_meta for layer in self.layers))
-        return real(self, memory, site)
+        return real(self, *given)
 
     with monkeypatch.context() as patch:
         patch.setattr(Decoder, "step", step)
@@ -401,7 +405,7 @@ def test_the_commands_on_a_converted_run(trained_run: Path, tmp_path: Path, caps
 def test_every_field_of_the_method_is_decided() -> None:
     """A field that is added later must be thought about: does a rotation of the stream leave the read as it is?"""
     kept = {"block", "layers_per_block", "num_blocks", "ends", "summary", "window", "eps", "weighting", "values", "count_prior",
-            "learned_count_prior", "roles", "first_read", "phases"}  # fmt: skip
+            "learned_count_prior", "roles", "first_read", "sum_reads", "phases"}  # fmt: skip
     rewritten, refused = {"rank", "key_norm", "key_gain", "scaled"}, {"keys", "heads"}
     assert {field.name for field in dataclasses.fields(AttnResConfig)} == kept | rewritten | refused
     names = {type(module) for module in Decoder(shape()).modules() if list(module.parameters(recurse=False))}

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from depthroute.model import Decoder, ModelConfig
-from depthroute.model.layers import MLP, Attention, Rotary
+from depthroute.model.attention import Attention, whole_sequence
+from depthroute.model.layers import MLP
+from depthroute.model.rotary import Rotary
 from depthroute.residual import RoleInputs
 from depthroute.train import initialise
 
@@ -51,7 +53,7 @@ def test_attention_is_a_loop_over_heads_and_tokens(fields: dict[str, Any]) -> No
     attention = filled(Attention(config))
     for_query, for_key, for_value = (torch.randn(1, 5, 12, dtype=torch.float64) for _ in range(3))
     width, group = config.resolved_head_width, config.heads // config.resolved_key_value_heads
-    found = attention(RoleInputs(for_query, for_key, for_value), Rotary(width, 8, config.rope_base))
+    found = attention(RoleInputs(for_query, for_key, for_value), whole_sequence(Rotary(width, 8, config.rope_base)(0, 5), 5, None))
 
     def project(x: Tensor, projection: torch.nn.Linear, t: int, head: int) -> Tensor:
         return (projection.weight @ x[0, t])[head * width : (head + 1) * width]
@@ -102,7 +104,7 @@ def test_grouped_queries_are_repeated_heads() -> None:
 
 
 def test_rotary_scores_depend_on_the_distance_alone() -> None:
-    rotary = Rotary(10, 64, 100.0)
+    rotary = Rotary(10, 64, 100.0)(0, 64)
     query, key = torch.randn(10, dtype=torch.float64), torch.randn(10, dtype=torch.float64)
     queries, keys = rotary(query.expand(1, 1, 64, 10))[0, 0], rotary(key.expand(1, 1, 64, 10))[0, 0]
     scores = queries @ keys.T
@@ -112,13 +114,13 @@ def test_rotary_scores_depend_on_the_distance_alone() -> None:
     assert (scores.diagonal(-1)[0] - scores.diagonal(-7)[0]).abs() > 1e-2
     torch.testing.assert_close(queries.norm(dim=-1), query.norm().expand(64), rtol=1e-6, atol=1e-6)
     assert rotary(query.bfloat16().expand(1, 1, 64, 10)).dtype == torch.bfloat16
-    assert not rotary.state_dict()
+    assert not Rotary(10, 64, 100.0).state_dict()
 
 
 def test_one_input_is_every_roles() -> None:
-    attention, rotary = filled(Attention(shape())), Rotary(6, 8, 1e4)
+    attention, sight = filled(Attention(shape())), whole_sequence(Rotary(6, 8, 1e4)(0, 4), 4, None)
     x, y = torch.randn(2, 1, 4, 12, dtype=torch.float64)
-    one = attention(x, rotary).output
-    assert torch.equal(attention(RoleInputs(x, x.clone(), x.clone()), rotary).output, one)
+    one = attention(x, sight).output
+    assert torch.equal(attention(RoleInputs(x, x.clone(), x.clone()), sight).output, one)
     for roles in (RoleInputs(y, x, x), RoleInputs(x, y, x), RoleInputs(x, x, y)):
-        assert (attention(roles, rotary).output - one).abs().max() > 1e-2
+        assert (attention(roles, sight).output - one).abs().max() > 1e-2

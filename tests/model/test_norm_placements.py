@@ -52,7 +52,7 @@ def test_each_placement_by_hand(norms: str) -> None:
                         norm(part, gains[f"layers.{number}.attention.{one}_norm.weight"])
                         for part, one in ((q, "query"), (k, "key"), (v, "value"))
                     )
-                mixed = F.scaled_dot_product_attention(model.rotary(q), model.rotary(k), v, is_causal=True)
+                mixed = F.scaled_dot_product_attention(*map(model.rotary(0, 8), (q, k)), v, is_causal=True)
                 y = F.linear(mixed.transpose(1, 2).flatten(2), sublayer.output.weight)
             else:
                 y = sublayer(x).output

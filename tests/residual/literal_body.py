@@ -64,7 +64,7 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
-def attention_of(attention: Any, rotary: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+def attention_of(attention: Any, rotary: Any) -> Callable[..., Tensor]:
     """Causal softmax attention with grouped queries; the value hook runs at the resolution of the key-value heads."""
     heads, key_value_heads, width = attention.heads, attention.key_value_heads, attention.head_width
 
@@ -79,7 +79,8 @@ def attention_of(attention: Any, rotary: Callable[[Tensor], Tensor]) -> Callable
             q = attention.query_norm(q)
         if attention.key_norm is not None:
             k = attention.key_norm(k)
-        q, k = rotary(q), rotary(k)
+        turn = rotary(0, q.shape[-2])
+        q, k = turn(q), turn(k)
         if values is not None:
             v = values(q, k, v)
         assert v is not None, "an attention without value projection needs the hook"

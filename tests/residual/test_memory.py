@@ -189,7 +189,7 @@ def test_recomputing_whole_layers_changes_nothing(decoder: Make, run: Run, token
     """Read, sub-layer and write twice inside a checkpoint, with the memory's leaves going in and coming out."""
     _, gradients = run(decoder(config))
     model, runs = decoder(config), 0
-    memory = model.residual.open(model.embedding(tokens[:, :-1]))
+    memory, sight = model.residual.open(model.embedding(tokens[:, :-1])), model.sight(tokens.shape[1] - 1)
     for number in range(len(model.layers)):
         leaves, spec = pytree.tree_flatten(memory)
 
@@ -198,7 +198,7 @@ def test_recomputing_whole_layers_changes_nothing(decoder: Make, run: Run, token
             runs += 1
             memory = pytree.tree_unflatten(list(given), spec)
             for site in (first, first + 1):
-                memory = model.step(memory, site)
+                memory = model.step(memory, site, sight)
             leaves, after = pytree.tree_flatten(memory)
             return tuple(leaves)
 
