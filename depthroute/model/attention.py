@@ -5,7 +5,7 @@ Shapes: B batch, T tokens of a pass, C tokens that they can see, D width, H head
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from depthroute.model.config import ModelConfig
-from depthroute.model.linear import Projection
+from depthroute.model.linear import Projection, project
 from depthroute.model.rotary import Rotation
 from depthroute.residual import Inputs, Kept, Projected, RMSNorm, RoleInputs
 
@@ -59,6 +59,12 @@ def band(tokens: int, seen: int, window: int | None, device: torch.device) -> Te
     return (allowed if window is None else allowed & (ahead > -window))[None, None]
 
 
+def one_input(roles: Sequence[Tensor]) -> list[slice]:
+    """Runs of neighbouring roles that read the same object."""
+    begins = [role for role in range(len(roles)) if role == 0 or roles[role] is not roles[role - 1]]
+    return [slice(begin, end) for begin, end in zip(begins, [*begins[1:], len(roles)], strict=True)]
+
+
 class SubLayerOutput(NamedTuple):
     output: Tensor  # [B, T, D]
     activation: Tensor  # what the output projection was fed: [B, T, H*E], or an MLP's [B, T, F]
@@ -94,9 +100,7 @@ class Attention(nn.Module):
 
     def forward(self, inputs: Inputs, sight: Sight, values: Values | None = None) -> SubLayerOutput:
         roles = inputs if isinstance(inputs, RoleInputs) else RoleInputs(inputs, inputs, inputs)
-        query = self._heads(self.query(roles.query), self.heads)
-        key = self._heads(self.key(roles.key), self.key_value_heads)
-        value = None if self.value is None else self._heads(self.value(roles.value), self.key_value_heads)
+        query, key, value = self._projected(roles)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.value_norm is not None and value is not None:
@@ -114,6 +118,15 @@ class Attention(nn.Module):
         mixed = F.scaled_dot_product_attention(query, key, value, seen.allowed, is_causal=seen.causal, enable_gqa=grouped)
         activation = mixed.transpose(1, 2).flatten(2)
         return SubLayerOutput(self.output(activation), activation, kept)
+
+    def _projected(self, roles: RoleInputs) -> tuple[Tensor, Tensor, Tensor | None]:
+        """[B, H, T, E], and [B, K, T, E] twice; neighbours that share an input are projected together."""
+        projections: tuple[Projection | None, ...] = (self.query, self.key, self.value)
+        found: list[Tensor] = []
+        for together in one_input(roles):
+            found += project([projection for projection in projections[together] if projection is not None], roles[together.start])
+        query, key = self._heads(found[0], self.heads), self._heads(found[1], self.key_value_heads)
+        return query, key, self._heads(found[2], self.key_value_heads) if len(found) > 2 else None
 
     def _heads(self, x: Tensor, heads: int) -> Tensor:
         return x.view(*x.shape[:-1], heads, self.head_width).transpose(1, 2)

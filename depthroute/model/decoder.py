@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from depthroute.common.errors import RequestError
 from depthroute.model.attention import Sight, SubLayerOutput, whole_sequence
@@ -19,6 +18,7 @@ from depthroute.model.layers import Layer
 from depthroute.model.linear import Projection, TokenEmbedding
 from depthroute.model.loss import LossSums, cross_entropy_sums, likeliest, token_nll
 from depthroute.model.rotary import Rotary
+from depthroute.ops import linear
 from depthroute.residual import Memory, RMSNorm, Routing, Trace
 
 Observer = Callable[[int, Memory], None]
@@ -39,23 +39,31 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.width, eps=config.norm_eps)
         self.head = None if config.tied_embeddings else Projection(config.width, config.vocabulary, config.init_std)
 
-    def forward(
-        self, tokens: Tensor, observe: Observer | None = None, *, sight: Sight | None = None, routing: Routing | None = None
-    ) -> Tensor:
-        """Hidden states [B, T, D] after the final norm, from token ids [B, T] (int64).
+    def forward(self, tokens: Tensor, observe: Observer | None = None) -> Tensor:
+        """Hidden states [B, T, D] after the final norm, from token ids [B, T] (int64): whole sequences without padding.
 
-        Args:
-            observe: `observe(site, memory)` is called before each read, the last one included; diagnostics use it.
-            sight: where the tokens stand and what they see. None: whole sequences without padding.
-            routing: what connects the sub-layers in place of `residual`: its form for decoding.
+        `observe(site, memory)` is called before each read, the last one included; diagnostics use it.
 
         Raises:
-            RequestError: more tokens than the context, where no `sight` was given.
+            RequestError: more tokens than the context.
         """
-        if sight is None:
-            sight = self.sight(tokens.shape[-1])
+        return self.connect(self.embedded(tokens), self.sight(tokens.shape[-1]), observe=observe)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """The embedding [B, T, D] of token ids [B, T], in the memory's dtype."""
+        embedding: Tensor = self.embedding(tokens)
+        kind = embedding.device.type
+        if self.config.memory_dtype == "compute" and torch.is_autocast_enabled(kind):
+            return embedding.to(torch.get_autocast_dtype(kind))
+        return embedding
+
+    def connect(self, embedding: Tensor, sight: Sight, routing: Routing | None = None, observe: Observer | None = None) -> Tensor:
+        """Hidden states [B, T, D] after the final norm, from the embedding [B, T, D] of tokens and what they see.
+
+        `routing`: what connects the sub-layers in place of `residual`: its form for decoding.
+        """
         routing = routing or self.residual
-        memory = routing.open(self._into_memory(self.embedding(tokens)))
+        memory = routing.open(embedding)
         for site in range(2 * len(self.layers)):
             if observe is not None:
                 observe(site, memory)
@@ -87,7 +95,11 @@ class Decoder(nn.Module):
 
     def logits(self, tokens: Tensor) -> Tensor:
         """[B, T, V] in at least float32, from token ids [B, T]."""
-        logits = F.linear(self(tokens), self.head_weight)
+        return self.unembed(self(tokens))
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] in at least float32, of hidden states [..., D] after the final norm."""
+        logits = linear(hidden, self.head_weight)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def loss(self, tokens: Tensor, targets: Tensor, z_loss: float = 0.0) -> LossSums:
@@ -110,6 +122,13 @@ class Decoder(nn.Module):
         """[V, D]; the embedding's where the two are tied."""
         return self.embedding.weight if self.head is None else self.head.weight
 
+    def cast_body(self, dtype: torch.dtype) -> Decoder:
+        """Cast the weights in place, to run without gradients; what the residual method adds and the rotations stay in float32."""
+        for name, child in self.named_children():
+            if name not in ("residual", "rotary"):
+                child.to(dtype)
+        return self
+
     def parameter_counts(self) -> dict[str, int]:
         """`total`, `residual` (what the residual method adds) and `embedding` (with the head, where it is separate)."""
         head = 0 if self.head is None else self.head.weight.numel()
@@ -118,9 +137,3 @@ class Decoder(nn.Module):
             "residual": sum(parameter.numel() for parameter in self.residual.parameters()),
             "embedding": self.embedding.weight.numel() + head,
         }
-
-    def _into_memory(self, embedding: Tensor) -> Tensor:
-        kind = embedding.device.type
-        if self.config.memory_dtype == "compute" and torch.is_autocast_enabled(kind):
-            return embedding.to(torch.get_autocast_dtype(kind))
-        return embedding

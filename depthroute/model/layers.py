@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from depthroute.model.attention import Attention, SubLayerOutput
 from depthroute.model.config import ModelConfig
-from depthroute.model.linear import Projection
+from depthroute.model.linear import Projection, project
 from depthroute.residual import RMSNorm
 
 
@@ -30,7 +30,8 @@ class MLP(nn.Module):
         self.down = projection("down", config.mlp_width, config.width)
 
     def forward(self, inputs: Tensor) -> SubLayerOutput:
-        activation = F.silu(self.gate(inputs)) * self.up(inputs)
+        gate, up = project((self.gate, self.up), inputs)
+        activation = F.silu(gate) * up
         return SubLayerOutput(self.down(activation), activation)
 
 

@@ -5,8 +5,20 @@ Shapes: B batch, T tokens, D width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
+
+from depthroute.ops import linear, linears
+
+
+def project(projections: Sequence[nn.Module], inputs: Tensor) -> list[Tensor]:
+    """What several projections make of one input; plain ones are done together where that is faster."""
+    plain = [one for one in projections if type(one) is Projection and not (one._forward_hooks or one._forward_pre_hooks)]
+    if torch.is_grad_enabled() or len(plain) < len(projections):
+        return [one(inputs) for one in projections]
+    return linears(inputs, [one.weight for one in plain], [one.bias for one in plain])
 
 
 class Projection(nn.Linear):
@@ -20,6 +32,9 @@ class Projection(nn.Linear):
         nn.init.normal_(self.weight, 0.0, self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
 
     def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
         if name == "bias":

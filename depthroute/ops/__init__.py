@@ -5,6 +5,19 @@ from depthroute.ops.form import DepthRead
 from depthroute.ops.held import hold
 from depthroute.ops.mixing import weighted_sum
 from depthroute.ops.native import missing as kernel_unavailable
+from depthroute.ops.prepared import PreparedRead, can_prepare
 from depthroute.ops.registry import automatic as automatic_backend
+from depthroute.ops.thin import linear, linears
 
-__all__ = ["DepthRead", "automatic_backend", "depth_attention", "hold", "kernel_unavailable", "weighted_sum"]
+__all__ = [
+    "DepthRead",
+    "PreparedRead",
+    "automatic_backend",
+    "can_prepare",
+    "depth_attention",
+    "hold",
+    "kernel_unavailable",
+    "linear",
+    "linears",
+    "weighted_sum",
+]

@@ -105,8 +105,8 @@ def depth_attention(
         sources, query, keys, heads, key_norm, key_gain, bias, weighting, output_gain, priors, eps, output_eps, return_statistics
     )  # fmt: skip
     serving_backend = serving(backend, sources[0].device, dtype)
-    form = Form(heads, _resolved(key_norm, query, sources[0]), weighting, eps, output_eps)
-    operands = _operands(sources, query, keys, key_gain, bias, output_gain, priors, dtype, weighting)
+    form = Form(heads, resolved_key_norm(key_norm, query, sources[0]), weighting, eps, output_eps)
+    operands = operands_of(sources, query, keys, key_gain, bias, output_gain, priors, dtype, weighting)
     found = reference(operands, form) if serving_backend == "reference" else read(operands, form, serving_backend)
     if not (return_weights or return_statistics):
         return found.outputs[0] if single else tuple(found.outputs)
@@ -114,15 +114,16 @@ def depth_attention(
     return reads[0] if single else reads
 
 
-def _resolved(key_norm: str, query: Tensor, source: Tensor) -> str:
+def resolved_key_norm(key_norm: str, query: Tensor, source: Tensor) -> str:
     """At full rank the two norms are one."""
     return "slice" if key_norm == "full" and query.shape[-1] == source.shape[-1] else key_norm
 
 
-def _operands(
+def operands_of(
     sources: Sequence[Tensor], query: Tensor, keys: Sequence[Tensor] | None, key_gain: Tensor | None, bias: Tensor | None,
     output_gain: Tensor | None, priors: Sequence[DepthRead], dtype: torch.dtype, weighting: str,
 ) -> Operands:  # fmt: skip
+    """Checked arguments as backends take them, of the promoted `dtype`."""
     exact = statistics_dtype(dtype)
     queries = query.to(exact) if query.ndim == 2 else query.to(exact)[None]
     if key_gain is not None:

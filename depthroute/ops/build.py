@@ -1,4 +1,4 @@
-"""Compiles `kernel.c` and its header with the machine's C compiler, once, into the user's cache, and loads it through ctypes."""
+"""Compiles the C files beside it with the machine's C compiler, once, into the user's cache, and loads it through ctypes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from pathlib import Path
 from depthroute.common.errors import FailureError
 from depthroute.common.files import cache_folder, write_bytes, write_text
 
-_SOURCES = (Path(__file__).with_name("kernel.c"), Path(__file__).with_name("kernel_rows.h"))
+_UNITS = ("kernel.c", "steps.c")
+_SOURCES = tuple(Path(__file__).with_name(name) for name in (*_UNITS, "kernel_rows.h", "steps_typed.h"))
 _COMPILE = ("-O3", "-fPIC", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math")
 # Each is left out where the compiler does not know it; the result is slower, never different in kind.
 _OPTIONAL = ("-march=native", "-fopenmp")
@@ -69,12 +70,12 @@ def _is_ours(target: Path) -> bool:
 
 
 def _compile(compiler: str, flags: list[str], folder: str) -> Path:
-    built, linked = Path(folder) / "kernel.o", Path(folder) / f"kernel-{len(flags)}.so"
+    built, linked = [Path(folder) / f"{name}.o" for name in _UNITS], Path(folder) / f"kernel-{len(flags)}.so"
     # OpenMP is not linked: its symbols are found in the runtime that torch has loaded, so that both share one set of threads.
     undefined = ["-undefined", "dynamic_lookup"] if platform.system() == "Darwin" else []
     for command in (
-        [compiler, *_COMPILE, *flags, "-c", str(_SOURCES[0]), "-o", str(built)],
-        [compiler, "-shared", *undefined, str(built), "-o", str(linked), "-lm"],
+        *([compiler, *_COMPILE, *flags, "-c", str(source), "-o", str(one)] for source, one in zip(_SOURCES, built, strict=False)),
+        [compiler, "-shared", *undefined, *map(str, built), "-o", str(linked), "-lm"],
     ):
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     return linked
@@ -106,4 +107,6 @@ def _declare(found: ctypes.CDLL) -> ctypes.CDLL:
         forward.argtypes = operands + [pointer] * 2 + [number] * 2 + [pointer] * 7
         backward.argtypes = operands + [pointer] * 9 + [text] * 2 + [pointer] * 6
         forward.restype = backward.restype = None
+    found.run_steps.argtypes, found.run_steps.restype = [pointer, pointer, integer], None
+    found.most_rows.argtypes, found.most_rows.restype = [], integer
     return found

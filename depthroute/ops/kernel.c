@@ -100,7 +100,7 @@ void NAME(depth_forward)(OPERANDS, ACC *const *prior_max, const ACC *bias, doubl
   const int whole = !keys && R == D; /* the first look at a row, for its key, sees all of it and asks for what it sees */
   const i64 row_bytes = D * (i64)sizeof(STORE);
   const int how = Dh % WIDE == 0 && streams(N * row_bytes * (W + M), row_bytes, (void *const *)outputs, M) ? STREAM : WRITE;
-#pragma omp parallel
+#pragma omp parallel if (chunks > 1)
   {
     ACC *mixture = gain ? malloc(sizeof(ACC) * D) : 0;
 #pragma omp for schedule(static)
@@ -165,6 +165,24 @@ void NAME(depth_forward)(OPERANDS, ACC *const *prior_max, const ACC *bias, doubl
     if (how == STREAM) end_of_stream();
     free(mixture);
   }
+}
+
+/* The same with its arguments in one place, for programs of prepared steps. */
+struct NAME(depth_read) {
+  i64 N, D, S, M, R, H, key_norm, sigmoid;
+  STORE *const *sources; const i64 *source_strides;
+  const ACC *queries, *gain;
+  STORE *const *prior; const i64 *prior_strides;
+  ACC *const *prior_sum, *const *prior_max;
+  const ACC *bias;
+  double eps, output_eps;
+  STORE *const *outputs;
+  ACC *const *maxima, *const *sums, *weights, *scores, *rstd, *output_rstd;
+};
+void NAME(depth_step)(const struct NAME(depth_read) *a) {
+  NAME(depth_forward)(a->N, a->D, a->S, a->M, a->R, a->H, (int)a->key_norm, (int)a->sigmoid, a->sources, a->source_strides, 0, 0, a->queries,
+                      a->gain, a->prior, a->prior_strides, a->prior_sum, a->prior_max, a->bias, a->eps, a->output_eps, a->outputs, a->maxima,
+                      a->sums, a->weights, a->scores, a->rstd, a->output_rstd);
 }
 
 /* Gradients of everything from those of the M outputs and, where they are not NULL, of the sums and the weights. `into`: a tensor a source,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from depthroute.ops.build import library
 from depthroute.ops.form import Form, Gradients, Operands, Saved, Upstream
+from depthroute.ops.steps import Step
 
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.float64: "f64"}
 _KEY_NORMS = {"none": 0, "slice": 1, "full": 2}
@@ -44,6 +45,35 @@ def forward(operands: Operands, form: Form, outputs: Sequence[Tensor], saved: Sa
         *_common(operands, form, strides), prior_max, _address(bias), form.eps, form.output_eps, _addresses(outputs),
         _addresses(saved.max), _addresses(saved.sum), *map(_address, saved[2:]),
     )  # fmt: skip
+
+
+class _Read(ctypes.Structure):
+    """`depth_read` of kernel.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("N", "D", "S", "M", "R", "H", "key_norm", "sigmoid")),
+        *((name, ctypes.c_void_p) for name in (
+            "sources", "source_strides", "queries", "gain", "prior", "prior_strides", "prior_sum", "prior_max", "bias"
+        )),
+        ("eps", ctypes.c_double), ("output_eps", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in ("outputs", "maxima", "sums", "weights", "scores", "rstd", "output_rstd")),
+    ]  # fmt: skip
+
+
+def step(operands: Operands, form: Form, outputs: Sequence[Tensor], saved: Saved) -> Step:
+    """The forward pass of sliced keys as a step: run again, it reads what is in its tensors by then. Rows have one stride."""
+    operands, strides = _rows(operands)
+    bias = None if operands.bias is None else operands.bias.contiguous()
+    prior_max = _addresses(operands.prior[operands.reads : 2 * operands.reads])
+    *sizes, sources, source_strides, _, _, queries, gain, prior, prior_strides, prior_sum = _common(operands, form, strides)
+    lists = [sources, source_strides, prior, prior_strides, prior_sum, prior_max]
+    lists += [_addresses(tensors) for tensors in (outputs, saved.max, saved.sum)]
+    at = [None if one is None else ctypes.addressof(one) for one in lists]
+    given = _Read(
+        *map(int, sizes), at[0], at[1], queries, gain, at[2], at[3], at[4], at[5], _address(bias), form.eps, form.output_eps, at[6], at[7],
+        at[8], *map(_address, saved[2:]),
+    )  # fmt: skip
+    return Step(f"depth_step_{_SUFFIXES[operands.sources[0].dtype]}", given, (operands, bias, outputs, saved, lists))
 
 
 def backward(

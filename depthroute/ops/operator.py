@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from depthroute.ops.form import Form, Found, Gradients, Operands, Saved, Upstream, empty_gradients, empty_results
 from depthroute.ops.held import Buffer, behind, destinations
 from depthroute.ops.registry import BACKENDS
+from depthroute.ops.watched import watched
 
 OPERANDS = "Tensor[] sources, Tensor[] keys, Tensor queries, Tensor? bias, Tensor? output_gain, Tensor[] prior"
 FORM = "int heads, str key_norm, str weighting, float eps, float output_eps, str backend"
@@ -33,21 +34,8 @@ def read(operands: Operands, form: Form, backend: str) -> Found:
 
 
 def _watched(operands: Operands) -> bool:
-    """Whether anyone looks at operators as they are called: a compiler, a mode, a transform, a profiler, a tensor of another kind.
-
-    If nobody does, a read skips the dispatcher, which costs a small model as much as the arithmetic.
-    """
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._autograd._profiler_enabled()
-        or any(type(row) not in _PLAIN for row in (*operands.sources, operands.queries))
-    )
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
+    """If nobody looks, a read skips the dispatcher, which costs a small model as much as the arithmetic."""
+    return watched((*operands.sources, operands.queries))
 
 
 def _listed(operand: Any) -> Any:

@@ -3,6 +3,7 @@
 from depthroute.residual.attnres import AttnRes as AttnRes
 from depthroute.residual.attnres import AttnResConfig as AttnResConfig
 from depthroute.residual.bank import Bank as Bank
+from depthroute.residual.in_place import InPlace as InPlace
 from depthroute.residual.method import Degenerate as Degenerate
 from depthroute.residual.method import Method as Method
 from depthroute.residual.norm import RMSNorm as RMSNorm

@@ -16,12 +16,14 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from depthroute.common.errors import RequestError
 from depthroute.ops import DepthRead, depth_attention, hold
+from depthroute.residual.attnres_decoding import AttnResInPlace
 from depthroute.residual.bank import Bank, BankConfig, SourceBank
 from depthroute.residual.norm import fusible, normalised
-from depthroute.residual.protocol import NO_TRACE, Body, Inputs, Norm, RoleInputs, Trace
+from depthroute.residual.protocol import NO_TRACE, Body, Inputs, Norm, RoleInputs, Routing, Trace
 from depthroute.residual.stream import rms
 
 READ_AHEAD_FROM = 3  # closed sources: fewer are read again at every site faster than they are merged there
@@ -129,6 +131,9 @@ class KeyProjection(nn.Linear):
     def __init__(self, activation: int, rank: int) -> None:
         super().__init__(activation, rank, bias=False)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))  # a body in bfloat16 keeps what the method adds in float32
+
     def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
         parameter.normal_(0.0, 0.02, generator=generator)
 
@@ -158,7 +163,7 @@ class AttnRes(SourceBank):
             self.embedding_key = KeyProjection(body.width, rank)
             for site in range(body.sublayers):
                 self.key_projections[str(site)] = KeyProjection(body.activation(site), rank)
-        self._options: dict[str, Any] = {
+        self.options: dict[str, Any] = {
             "key_norm": config.key_norm, "eps": config.eps, "heads": config.heads, "weighting": config.weighting
         }  # fmt: skip
 
@@ -172,23 +177,32 @@ class AttnRes(SourceBank):
         return bank._replace(closed_keys=(hold(self.embedding_key(embedding).to(embedding.dtype)),))
 
     def read(self, memory: Bank, site: int, norm: Norm | None = None) -> Inputs:
-        roles = self._has_roles(site)
-        average = roles and self.config.roles == "average"  # the norm comes after the average of two reads
-        fused = None if average else fusible(norm, self.body.width)
         times = self.times(memory)
-        options: dict[str, Any] = {} if fused is None else {"output_gain": fused.weight, "output_eps": cast(float, fused.eps) / times**2}
-        if str(site) in self.sites:
-            reads = self._mixtures(memory, site, options)
-        elif site == 0:  # one source, which any query returns as it is
-            first = memory.closed[0]
-            reads = (cast(Tensor, depth_attention([first], first.new_zeros(1), **options)),)
-        else:
-            raise RequestError(f"this module has no parameters for site {site}; it has those of {', '.join(self.sites) or 'none'}.")
-        if fused is None and times > 1:  # a norm in the same pass takes away what its input is multiplied by
+        fused, options = self.norm_options(site, norm, times)
+        reads = self._mixtures(memory, site, options)
+        if not fused and times > 1:
             reads = tuple(read * times for read in reads)
-        mixed = (reads[0] + reads[1]) / 2 if len(reads) > 1 and average else reads[0]
-        inputs = RoleInputs(mixed, reads[len(reads) // 3], reads[-1]) if roles and not average else mixed
-        return inputs if fused is not None else normalised(inputs, norm)
+        inputs = self.by_role(reads, site)
+        return inputs if fused else normalised(inputs, norm)
+
+    def norm_options(self, site: int, norm: Norm | None, times: int) -> tuple[bool, dict[str, Any]]:
+        """Whether a read can apply the norm in its own pass, and how; what its input is multiplied by is then the norm's to take away."""
+        average = self._has_roles(site) and self.config.roles == "average"  # the norm comes after the average of two reads
+        fused = None if average else fusible(norm, self.body.width)
+        if fused is None:
+            return False, {}
+        return True, {"output_gain": fused.weight, "output_eps": cast(float, fused.eps) / times**2}
+
+    def by_role(self, reads: tuple[Tensor, ...], site: int) -> Inputs:
+        """What the reads of a site's queries are for."""
+        if not self._has_roles(site):
+            return reads[0]
+        if self.config.roles == "average":
+            return (reads[0] + reads[1]) / 2 if len(reads) > 1 else reads[0]
+        return RoleInputs(reads[0], reads[len(reads) // 3], reads[-1])
+
+    def decoding(self, embedding: Tensor) -> Routing:
+        return AttnResInPlace(self, embedding) if AttnResInPlace.serves(self, embedding) else self
 
     def write(self, memory: Bank, site: int, output: Tensor, trace: Trace = NO_TRACE) -> Bank:
         """A site that merges what was prepared for it has used it up."""
@@ -209,35 +223,47 @@ class AttnRes(SourceBank):
 
     def _prepare(self, bank: Bank, start: int) -> tuple[Ahead, ...]:
         """Phase 1 of the block that begins at sub-layer `start`, for the sites that will have a partial sum to merge."""
-        sites = self.sites_of_block(start)[1:]
-        closed, keys = self._within(bank.closed, room_for=1), self._within(bank.closed_keys, room_for=1)
-        if not self.config.phases or not sites or len(closed) < READ_AHEAD_FROM:
+        sites = self.sites_read_ahead(start, len(bank.closed))
+        if not sites:
             return ()
-        queries = [self.route_queries(site) for site in sites]
-        biases = [self._bias(site) for site, of_site in zip(sites, queries, strict=True) for _ in of_site]
-        prior = torch.stack([bias[:-1] for bias in biases if bias is not None]) if biases[0] is not None else None
+        closed, keys = self.within(bank.closed, room_for=1), self.within(bank.closed_keys, room_for=1)
+        queries, biases = self.queries_ahead(sites)
         softmax = self.config.weighting == "softmax"  # the reads of a sigmoid add up as they are
-        found = depth_attention(closed, torch.cat(queries), keys=keys or None, bias=prior, return_statistics=softmax, **self._options)
+        found = depth_attention(closed, torch.cat(queries), keys=keys or None, bias=biases, return_statistics=softmax, **self.options)
         assert isinstance(found, tuple)
         reads = iter([read if isinstance(read, DepthRead) else DepthRead(cast(Tensor, read)) for read in found])
         return tuple(Ahead(of_site, tuple(islice(reads, len(of_site)))) for of_site in queries)
 
     def times(self, memory: Bank) -> int:
         """What a read is multiplied by."""
-        return len(self._within(memory.sources())) if self.config.sum_reads else 1
+        return len(self.within(memory.sources())) if self.config.sum_reads else 1
+
+    def sites_read_ahead(self, start: int, closed: int) -> range:
+        """The sites of the block that begins at sub-layer `start`, with so many closed sources, that have these read for them together."""
+        sites = self.sites_of_block(start)[1:]
+        enough = len(self.within((None,) * closed, room_for=1)) >= READ_AHEAD_FROM
+        return sites if self.config.phases and enough else sites[:0]
+
+    def queries_ahead(self, sites: range) -> tuple[list[Tensor], Tensor | None]:
+        """The queries of each of these sites, and the biases [M, S] of all of them for the closed sources."""
+        queries = [self.route_queries(site) for site in sites]
+        biases = [self.bias(site) for site, of_site in zip(sites, queries, strict=True) for _ in of_site]
+        return queries, torch.stack([bias[:-1] for bias in biases if bias is not None]) if biases[0] is not None else None
 
     def _mixtures(self, memory: Bank, site: int, options: dict[str, Any]) -> tuple[Tensor, ...]:
         """What the site's queries read from all sources."""
-        options |= self._options
-        bias = self._bias(site)
+        if self.lacks(site):  # one source, which any query returns as it is
+            return (cast(Tensor, depth_attention(memory.closed, memory.closed[0].new_zeros(1), **options)),)
+        options |= self.options
+        bias = self.bias(site)
         if memory.ahead and memory.partial is not None:
             (queries, prior), key = memory.ahead[0], memory.partial_key
             bias = None if bias is None else bias[-1:]
             open_block, keys = self._source(memory.partial), None if key is None else (key,)
             mixed = depth_attention([open_block], queries, keys=keys, bias=bias, prior=prior, **options)
         else:
-            keys, gain = self._within(memory.keys() or ()) or None, self._site(site).key_gain
-            mixed = depth_attention(self.sources(memory), torch.stack(self._queries(site)), keys=keys, key_gain=gain, bias=bias, **options)
+            keys = self.within(memory.keys() or ()) or None
+            mixed = depth_attention(self.sources(memory), self.route_queries(site), keys=keys, bias=bias, **options)
         assert isinstance(mixed, tuple)
         return mixed
 
@@ -252,14 +278,26 @@ class AttnRes(SourceBank):
             return {}
         with torch.no_grad():
             reads = depth_attention(
-                sources, torch.stack(self._queries(site)), keys=self._within(memory.keys() or ()) or None,
-                key_gain=self._site(site).key_gain, bias=self._bias(site), return_weights=True, **self._options,
+                sources, self.route_queries(site), keys=self.within(memory.keys() or ()) or None, bias=self.bias(site), return_weights=True,
+                **self.options,
             )  # fmt: skip
         weights = [read.weights for read in reads if isinstance(read, DepthRead) and read.weights is not None]
         names = {1: ("shared",), 2: ("query_key", "value"), 3: ("query", "key", "value")}[len(weights)]
         if self.config.heads == 1:
             return dict(zip(names, weights, strict=True))
         return {f"{name}, head {head}": of_head for name, read in zip(names, weights, strict=True) for head, of_head in enumerate(read)}
+
+    def lacks(self, site: int) -> bool:
+        """Whether the site has no parameters because it has one source only.
+
+        Raises:
+            RequestError: it has none because this module is that of other sites.
+        """
+        if str(site) in self.sites:
+            return False
+        if site == 0:
+            return True
+        raise RequestError(f"this module has no parameters for site {site}; it has those of {', '.join(self.sites) or 'none'}.")
 
     def _site(self, site: int) -> Site:
         parameters = self.sites[str(site)]
@@ -277,9 +315,10 @@ class AttnRes(SourceBank):
     def route_queries(self, site: int) -> Tensor:
         """The queries of a site, [1 to 3, R], the key norm's gain folded in."""
         queries, gain = torch.stack(self._queries(site)), self._site(site).key_gain
-        return queries if gain is None else queries * gain
+        exact = torch.promote_types(queries.dtype, torch.float32)
+        return queries.to(exact) if gain is None else queries.to(exact) * gain.to(exact)
 
-    def _bias(self, site: int) -> Tensor | None:
+    def bias(self, site: int) -> Tensor | None:
         """What the count prior adds to the scores at a site, [S]."""
         if self.config.count_prior is None:
             return None

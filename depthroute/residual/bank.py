@@ -129,8 +129,8 @@ class SourceBank(Residual):
             summary = partial / self.size(site + 1)
         source = hold(self._source(partial if summary is None else summary))
         bank = Bank(
-            closed=self._within((*memory.closed, source)),
-            closed_keys=() if partial_key is None else self._within((*memory.closed_keys, hold(partial_key))),
+            closed=self.within((*memory.closed, source)),
+            closed_keys=() if partial_key is None else self.within((*memory.closed_keys, hold(partial_key))),
         )
         return bank._replace(ahead=self._prepare(bank, site + 1))
 
@@ -148,7 +148,7 @@ class SourceBank(Residual):
         for start, end in self._starts.items():
             if start < site:
                 found.append(min(end, site) - start)
-        return self._within(tuple(found))
+        return self.within(tuple(found))
 
     def source_names(self, site: int) -> tuple[str, ...]:
         names = ["embedding"]
@@ -159,13 +159,13 @@ class SourceBank(Residual):
                 names.append(f"{'attention' if start % 2 == 0 else 'mlp'} {start // 2}")
             else:
                 names.append(f"block {number}" if end <= site else f"block {number} so far")
-        return self._within(tuple(names))
+        return self.within(tuple(names))
 
     def sources(self, memory: Bank) -> tuple[Tensor, ...]:
         """What the next site reads."""
-        return self._within(memory.sources())
+        return self.within(memory.sources())
 
-    def _within(self, sources: tuple[Any, ...], room_for: int = 0) -> tuple[Any, ...]:
+    def within(self, sources: tuple[Any, ...], room_for: int = 0) -> tuple[Any, ...]:
         """The embedding and the newest sources of the window, with room for some that are yet to come."""
         if self.bank.window is None or len(sources) <= (kept := self.bank.window - room_for) + 1:
             return sources

@@ -88,7 +88,7 @@ class Delta(SourceBank):
 
     def sources(self, memory: Bank) -> tuple[Tensor, ...]:
         """Deltas that are complete."""
-        return self._within(memory.closed)
+        return self.within(memory.closed)
 
     def source_names(self, site: int) -> tuple[str, ...]:
         return () if str(site) not in self.sites else super().source_names(max(end for end in (0, *self.ends) if end <= site))

@@ -90,7 +90,7 @@ class Laurel(Residual):
         assert isinstance(skip, Skip)
         carried = stream
         if skip.down is not None and skip.up is not None:
-            carried = stream + ((stream @ skip.down) @ skip.up).to(stream.dtype)
+            carried = stream + ((stream @ skip.down.to(stream.dtype)) @ skip.up.to(stream.dtype)).to(stream.dtype)
         output = output.to(stream.dtype)
         new = output + carried if skip.weights is None else weighted_sum((output, carried), 2 * skip.weights.softmax(0))
         if skip.previous is not None:

@@ -43,7 +43,10 @@ def literal_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return gain * x / (x.square().mean() + eps).sqrt()
 
 
-SHAPES = [{}, {"heads": 6, "key_value_heads": 2}, {"qk_norm": True}, {"head_width": 10, "rope_base": 50.0}]
+SHAPES = [
+    {}, {"heads": 6, "key_value_heads": 2}, {"qk_norm": True}, {"head_width": 10, "rope_base": 50.0}, {"attention_window": 2},
+    {"biases": ("query", "key", "value", "output")}, {"attention_window": 3, "windowed_layers": (1,)},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("fields", SHAPES, ids=str)
@@ -53,31 +56,35 @@ def test_attention_is_a_loop_over_heads_and_tokens(fields: dict[str, Any]) -> No
     attention = filled(Attention(config))
     for_query, for_key, for_value = (torch.randn(1, 5, 12, dtype=torch.float64) for _ in range(3))
     width, group = config.resolved_head_width, config.heads // config.resolved_key_value_heads
-    found = attention(RoleInputs(for_query, for_key, for_value), whole_sequence(Rotary(width, 8, config.rope_base)(0, 5), 5, None))
+    sight = whole_sequence(Rotary(width, 8, config.rope_base)(0, 5), 5, config.attention_window)
+    found = attention(RoleInputs(for_query, for_key, for_value), sight)
 
     def project(x: Tensor, projection: torch.nn.Linear, t: int, head: int) -> Tensor:
-        return (projection.weight @ x[0, t])[head * width : (head + 1) * width]
+        projected = projection.weight @ x[0, t] + (0 if projection.bias is None else projection.bias)
+        return projected[head * width : (head + 1) * width]
 
     rows = []
     for t in range(5):
         heads = []
         for head in range(config.heads):
             query = project(for_query, attention.query, t, head)
-            keys = [project(for_key, attention.key, u, head // group) for u in range(t + 1)]
+            seen = range(max(0, t + 1 - config.attention_window) if config.has_window(0) else 0, t + 1)
+            keys = [project(for_key, attention.key, u, head // group) for u in seen]
             if config.qk_norm:
                 query = literal_norm(query, attention.query_norm.weight, config.norm_eps)
                 keys = [literal_norm(key, attention.key_norm.weight, config.norm_eps) for key in keys]
             turned = literal_rotation(query, t, config.rope_base)
             scores = []
-            for u, key in enumerate(keys):
+            for u, key in zip(seen, keys, strict=True):
                 pairs = zip(turned, literal_rotation(key, u, config.rope_base), strict=True)
                 scores.append(sum((a * b.conjugate()).real for a, b in pairs) / math.sqrt(width))
             weights = torch.tensor(scores, dtype=torch.float64).softmax(0)
-            heads.append(sum(weights[u] * project(for_value, attention.value, u, head // group) for u in range(t + 1)))
+            heads.append(sum(weights[i] * project(for_value, attention.value, u, head // group) for i, u in enumerate(seen)))
         rows.append(torch.cat(heads))
     expected = torch.stack(rows)[None]
     torch.testing.assert_close(found.activation, expected, rtol=1e-6, atol=1e-6)  # the rotary tables are float32
-    torch.testing.assert_close(found.output, expected @ attention.output.weight.T, rtol=1e-6, atol=1e-6)
+    bias = 0 if attention.output.bias is None else attention.output.bias
+    torch.testing.assert_close(found.output, expected @ attention.output.weight.T + bias, rtol=1e-6, atol=1e-6)
 
 
 @torch.no_grad()
