@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,31 @@ def test_sample_continues_the_prompt(trained_run: Path, capsys: pytest.CaptureFi
     assert main(options) == 0 and capsys.readouterr().out == first
     assert main([*options, "--temperature", "-1"]) == 2
     assert main([*options[:2], "--prompt", ""]) == 2
-    assert "the prompt is empty" in capsys.readouterr().err
+    assert "prompt 0 is empty" in capsys.readouterr().err
+
+
+def test_sample_writes_several_texts_and_says_how_each_ended(
+    trained_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe\n"))
+    options = ["sample", str(trained_run), "--prompt", "abcd", "--prompt", "-", "--count", "2", "--tokens", "4", "--seed", "3"]
+    assert main([*options, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["prompt"] for row in rows] == ["abcd", "abcd", "from a pipe", "from a pipe"]
+    assert rows[0]["ids"] != rows[1]["ids"] and all(len(row["ids"]) == len(row["logprobs"]) == 4 for row in rows)
+    assert {row["finish"] for row in rows} == {"limit"}
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe\n"))
+    assert main(options) == 0
+    assert capsys.readouterr().out == "\n---\n".join(row["prompt"] + row["text"] for row in rows) + "\n"
+    stop = rows[0]["text"][-1]
+    assert main(["sample", str(trained_run), "--prompt", "abcd", "--tokens", "4", "--seed", "3", "--stop", stop]) == 0
+    assert capsys.readouterr().out == "abcd" + rows[0]["text"][: rows[0]["text"].index(stop)] + "\n"
+    filters = ["--top-k", "9", "--top-p", "0.5", "--min-p", "0.1", "--repetition-penalty", "1.2", "--precision", "bf16", "--device", "cpu"]
+    assert main([*options[:4], *filters]) == 0 and capsys.readouterr().out.startswith("abcd")
+    assert main(options[:2]) == 2
+    assert "there is no prompt" in capsys.readouterr().err
+    assert main([*options, "--count", "0"]) == 2
+    assert "count = 0 is not allowed" in capsys.readouterr().err
 
 
 def test_train_then_train_again(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,133 @@
+"""A batch of texts that a model goes on with, a token at a time.
+
+A pass of a model has two memories. Keys and values of earlier tokens are in the cache. The depth memory is of the tokens of the pass alone:
+no later token looks into it. So it is kept in one place for passes of one shape, and its size does not grow with the text.
+
+Shapes: B rows, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from depthroute.common.errors import RequestError
+from depthroute.infer.cache import KeyValueCache
+from depthroute.infer.program import DecodingProgram
+from depthroute.model import Decoder
+from depthroute.residual import InPlace, Routing
+
+CHUNK = 256  # tokens
+
+
+class Session:
+    """Texts of a batch that a model goes on with, a token at a time.
+
+    Beyond the model's context the text slides: a token attends to the last `context` tokens.
+    """
+
+    def __init__(self, model: Decoder, *, chunk: int = CHUNK) -> None:
+        """`chunk`: how many tokens of a prompt are read in one pass, which bounds the memory of long prompts; the result is the same.
+
+        Raises:
+            RequestError: a residual method whose memory of a token depends on other tokens, or a chunk below 1.
+        """
+        if not model.residual.per_token:
+            raise RequestError(
+                f"the residual method {model.config.residual.name!r} cannot decode with a cache: what it carries for a token depends on "
+                "other tokens."
+            )
+        if chunk < 1:
+            raise RequestError(f"chunk = {chunk} is not allowed; it takes 1 token or more.")
+        self.model = model.eval()
+        self._chunk = min(chunk, model.config.context)
+        self._cache: KeyValueCache | None = None
+        self._routing: tuple[torch.Size, Routing] | None = None
+        self._program: tuple[int, DecodingProgram | None] | None = None
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Begin with these token ids; the logits behind each prompt, [B, V] in at least float32.
+
+        Raises:
+            RequestError: no prompt, an empty one, or an id that is not in the vocabulary.
+        """
+        vocabulary, weight = self.model.config.vocabulary, self.model.embedding.weight
+        if not prompts:
+            raise RequestError("there is no prompt; give at least one.")
+        for row, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise RequestError(f"prompt {row} is empty; give at least one token.")
+            wrong = [token for token in prompt if not 0 <= token < vocabulary]
+            if wrong:
+                raise RequestError(f"prompt {row} has the token id {wrong[0]}; this model has 0 to {vocabulary - 1}.")
+        longest = max(map(len, prompts))
+        padding = [longest - len(prompt) for prompt in prompts]
+        tokens = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)], device=weight.device)
+        self._routing = self._program = None  # the weights may have changed
+        self._cache = KeyValueCache(self.model.config, len(prompts), weight, room=longest + 1)
+        for start in range(0, longest, self._chunk):
+            hidden = self._pass(tokens[:, start : start + self._chunk], padding if start == 0 else None)
+        return self._logits(hidden)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Go on with one token a row, int64 [B]; the logits behind it, [B, V].
+
+        Raises:
+            RequestError: nothing was begun.
+        """
+        program = self._prepared(len(tokens))
+        return self._logits(self._pass(tokens[:, None], None)) if program is None else program(tokens)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows of the batch, in this order."""
+        if self._cache is not None:
+            self._cache.keep(rows)
+
+    @property
+    def cache_bytes(self) -> int:
+        """What the keys and values take."""
+        return 0 if self._cache is None else self._cache.bytes
+
+    @property
+    def depth_bytes(self) -> int | None:
+        """What the depth memory of a step takes, whatever the length of the text; None where the method does not keep it in one place."""
+        return self._routing[1].bytes if self._routing is not None and isinstance(self._routing[1], InPlace) else None
+
+    @torch.no_grad()
+    def _pass(self, tokens: Tensor, padding: Sequence[int] | None) -> Tensor:
+        """Hidden states [B, D] of the last token."""
+        cache, embedding = self._begun(), self.model.embedded(tokens)
+        routing = self._routing_of(embedding)
+        sight = cache.sight(self.model.rotary, tokens.shape[1], padding)
+        return self.model.connect(embedding, sight, routing)[:, -1]
+
+    def _routing_of(self, embedding: Tensor) -> Routing:
+        if self._routing is None or self._routing[0] != embedding.shape:
+            self._routing = (embedding.shape, self.model.residual.decoding(embedding))
+        return self._routing[1]
+
+    @torch.no_grad()
+    def _prepared(self, rows: int) -> DecodingProgram | None:
+        """The program of a step, made anew where the cache has moved."""
+        cache = self._begun()
+        cache.reserve(1)
+        if self._program is not None and self._program[0] == cache.moved:
+            return self._program[1]
+        weight = self.model.embedding.weight
+        routing = self._routing_of(weight.new_empty(rows, 1, weight.shape[1]))
+        program = None
+        if isinstance(routing, InPlace) and DecodingProgram.serves(self.model, routing, rows):
+            program = DecodingProgram(self.model, routing, cache, rows)
+        self._program = (cache.moved, program)
+        return program
+
+    def _begun(self) -> KeyValueCache:
+        if self._cache is None:
+            raise RequestError("nothing was begun: call prefill first.")
+        return self._cache
+
+    @torch.no_grad()
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.model.unembed(hidden)
