@@ -20,7 +20,7 @@ from depthroute.analysis.routing import RoutingTotals
 from depthroute.analysis.watch import place
 from depthroute.common.errors import RequestError
 from depthroute.common.files import read_json_lines, write_json
-from depthroute.data import EOS, TokenDataset, evaluation_windows
+from depthroute.data import TokenDataset, evaluation_windows
 from depthroute.model import Decoder
 from depthroute.model.loss import token_nll
 from depthroute.train import load_trained
@@ -88,11 +88,11 @@ def analyse(
     if probe_tokens and found.get("routing"):
         report("causal probes")
         try:
-            found["probes"] = probe(model, windows(probe_tokens), end=EOS)
+            found["probes"] = probe(model, windows(probe_tokens), end=dataset.end)
         except RequestError as refusal:  # a read that is not a mixture by one weight a source
             found["probes"] = {"reason": str(refusal)}
     found["text"] = _text_view(model, ids, [tokenizer.decode([token]) for token in ids], arrays)
-    found["documents"] = int((held_out[: found["tokens"]] == EOS).sum()) + 1
+    found["documents"] = int((held_out[: found["tokens"]] == dataset.end).sum()) + 1
     found["papers"] = beside_the_papers(found)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "analysis.json", found)

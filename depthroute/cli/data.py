@@ -15,7 +15,7 @@ from depthroute.cli.options import read, show
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Split text into documents, train a tokenizer and write token shards. A folder that is complete is left as it is."""
+    """Split text into documents, train a tokenizer (or take a ready one) and write token shards. A complete folder is left as it is."""
 
     out: tyro.conf.Positional[Path]
     """The folder of the shards."""
@@ -27,9 +27,14 @@ class Options:
     id_column: str | None = None
     """The column or key that identifies a document. Default: a hash of its text."""
     vocabulary: int = 2048
-    """Entries of the tokenizer."""
+    """Entries of the tokenizer that is trained."""
     sample_one_in: int = 4
     """The tokenizer is trained on one training document in so many."""
+    tokenizer: str | None = None
+    """A ready tokenizer, such as a checkpoint's: a tokenizer.json of the `tokenizers` library. Default: one is trained."""
+    end_of_document: str | None = None
+    """The token of the ready tokenizer that ends a document. Default: the `eos_token` of the tokenizer_config.json beside it, or a usual
+    name."""
     validation_share: float = 0.05
     """Share of the documents set aside for validation."""
     test_share: float = 0.005

@@ -48,16 +48,22 @@ class TokenDataset:
         """Entries of the tokenizer; every token id is below it."""
         return self.manifest.vocabulary
 
+    @property
+    def end(self) -> int:
+        """The id behind every document."""
+        return self.manifest.end
+
     def tokens(self, split: Split) -> np.ndarray:
         """The token ids of a split, uint16 or uint32 [tokens], read-only through the memory map."""
         return read_array(self.directory / token_file(split), DTYPES[self.manifest.dtype])
 
     def boundaries(self, split: Split) -> np.ndarray:
-        """int64 [documents + 1]: document i is `tokens(split)[boundaries[i] : boundaries[i + 1]]`, its EOS included."""
+        """int64 [documents + 1]: document i is `tokens(split)[boundaries[i] : boundaries[i + 1]]`, its end included."""
         return read_array(self.directory / index_file(split), INDEX_DTYPE)
 
     def tokenizer(self) -> TextTokenizer:
-        return load_tokenizer(self.directory / "tokenizer.json")
+        ready = self.manifest.prepare.tokenizer is not None
+        return load_tokenizer(self.directory / "tokenizer.json", end=self.end if ready else None)
 
 
 @dataclass(frozen=True)

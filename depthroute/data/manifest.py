@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from depthroute.common.errors import FailureError, RequestError
 from depthroute.common.files import read_json, write_json
 from depthroute.data.multi_hop import MULTI_HOP, MultiHopConfig
 from depthroute.data.split import SPLITS, Split
-from depthroute.data.tokenizer import SMALLEST_VOCABULARY
+from depthroute.data.tokenizer import EOS, SMALLEST_VOCABULARY
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -38,6 +39,10 @@ class PrepareConfig:
     """Entries of the tokenizer, 4 special tokens and 256 bytes included."""
     sample_one_in: int = 4
     """The tokenizer is trained on one training document in so many."""
+    tokenizer: str | None = None
+    """The path of a ready tokenizer, a tokenizer.json of the `tokenizers` library; None trains one."""
+    end_of_document: str | None = None
+    """The token of the ready tokenizer that ends a document; None finds it (see `ready_tokenizer`)."""
     validation_share: float = 0.05
     test_share: float = 0.005
     salt: str = "depthroute"
@@ -69,15 +74,18 @@ class PrepareConfig:
                 f"source {self.source!r} and multi_hop {self.multi_hop!r} do not go together: the source {MULTI_HOP!r} needs a "
                 f"MultiHopConfig, and no other source takes one. (A folder of that name is ./{MULTI_HOP}.)"
             )
-        given = [name for name, default in _OF_TEXT.items() if getattr(self, name) != default]
-        if self.multi_hop is not None and given:
-            raise RequestError(
-                f"{given[0]} cannot be {getattr(self, given[0])!r} with the source {MULTI_HOP!r}, which has its own tokens; leave it out."
-            )
+        training, ready = ("vocabulary", "sample_one_in"), ("tokenizer", "end_of_document")
+        if self.multi_hop is not None:
+            self._leave_out(("text_column", "id_column", *training, *ready), f"the source {MULTI_HOP!r}, which has its own tokens")
+        if self.tokenizer is not None:
+            self._leave_out(training, f"the ready tokenizer {self.tokenizer}")
+        else:
+            self._leave_out(ready, "a tokenizer that is trained, which has its own token for it")
 
-
-# What a corpus without text files and with a tokenizer of its own has no use for.
-_OF_TEXT = {name: getattr(PrepareConfig, name) for name in ("text_column", "id_column", "vocabulary", "sample_one_in")}
+    def _leave_out(self, names: Sequence[str], beside: str) -> None:
+        for name in names:
+            if getattr(self, name) != getattr(PrepareConfig, name):
+                raise RequestError(f"{name} cannot be {getattr(self, name)!r} with {beside}; leave it out.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +100,7 @@ class CorpusFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitFacts:
-    """Counts of a split. `tokens` includes one EOS per document; `bytes` are those of the texts in UTF-8."""
+    """Counts of a split. `tokens` includes one end per document; `bytes` are those of the texts in UTF-8."""
 
     documents: int
     tokens: int
@@ -116,7 +124,7 @@ class Skipped:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFacts:
-    """The hash of `tokenizer.json`, and what the tokenizer was trained on: nothing where the corpus brings its own."""
+    """The hash of `tokenizer.json`, and what the tokenizer was trained on: nothing where it was there before."""
 
     sha256: str
     training_documents: int
@@ -168,12 +176,14 @@ class Manifest:
     splits: Splits
     skipped: tuple[Skipped, ...]
     unigram_entropy_nats: float
-    """Of the training tokens, EOS included: the loss of the best model that looks at no context."""
+    """Of the training tokens, ends of documents included: the loss of the best model that looks at no context."""
     bytes_per_token: float
     """UTF-8 bytes of the training texts over training tokens."""
     files: tuple[FileFacts, ...]
     markers: tuple[Marker, ...] = ()
     """The slices of the targets that evaluations report beside the whole split."""
+    end: int = EOS
+    """The id behind every document."""
 
     def __post_init__(self) -> None:
         names = [marker.name for marker in self.markers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -31,7 +32,7 @@ from depthroute.data.multi_hop import ANSWER_DISTANCE, MultiHopCorpus
 from depthroute.data.readers import FileCorpus
 from depthroute.data.shards import ShardWriter, check_files, dtype_for, file_facts
 from depthroute.data.split import HASH_RANGE, SPLITS, DocumentSplit
-from depthroute.data.tokenizer import train_tokenizer
+from depthroute.data.tokenizer import TextTokenizer, ready_tokenizer, train_tokenizer
 
 DOCSTRINGS = "docstrings"
 TOKENIZER = "tokenizer.json"
@@ -52,24 +53,26 @@ def prepare(config: PrepareConfig, directory: Path, *, report: Report | None = N
 
     Raises:
         RequestError: the directory was prepared with another configuration or from another corpus, or is not empty and not ours; the corpus
-            has no documents, or none for training, for the tokenizer or for validation; or the source is refused (see `FileCorpus`).
+            has no documents, or none for training, for the tokenizer or for validation; or the source or the tokenizer is refused (see
+            `FileCorpus`, `ready_tokenizer`).
         FailureError: the source or the directory's files are damaged, or the disk is full.
     """
     tell: Report = report or (lambda line: None)
     corpus = open_corpus(config, report=tell)
+    ready = None if config.tokenizer is None else ready_tokenizer(Path(config.tokenizer), config.end_of_document)
     if directory.exists() and not directory.is_dir():
         raise RequestError(f"{directory} is a file; give the path of a directory.")
     with explain_os_errors(directory, "creating"):
         directory.mkdir(parents=True, exist_ok=True)
     if (directory / MANIFEST).exists():  # without the lock, so that a directory nobody may write to can be used
-        return _existing(config, corpus, directory, tell)
+        return _existing(config, corpus, ready, directory, tell)
     with waiting_lock(directory / ".lock", lambda: tell(f"another process is preparing {directory}; waiting for it")):
         if (directory / MANIFEST).exists():
-            return _existing(config, corpus, directory, tell)
+            return _existing(config, corpus, ready, directory, tell)
         if not (directory / SOURCE).exists() and any(not path.name.startswith(".") for path in directory.iterdir()):
             raise RequestError(f"{directory} is not empty and holds no prepared data; give an empty or a new directory.")
         write_json(directory / SOURCE, corpus.stamp())
-        return _prepare(config, corpus, directory, tell)
+        return _prepare(config, corpus, ready, directory, tell)
 
 
 def open_corpus(config: PrepareConfig, *, report: Report | None = None) -> Corpus:
@@ -87,12 +90,20 @@ def open_corpus(config: PrepareConfig, *, report: Report | None = None) -> Corpu
     return docstring_corpus(report=report)
 
 
-def _existing(config: PrepareConfig, corpus: Corpus, directory: Path, tell: Report) -> Manifest:
+def _existing(config: PrepareConfig, corpus: Corpus, ready: TextTokenizer | None, directory: Path, tell: Report) -> Manifest:
     manifest = read_manifest(directory)
     before, now = (dict(_fields(to_json(settings))) for settings in (manifest.prepare, config))
+    # The same documents may have moved, and so may a tokenizer: the hashes below decide about both, not their paths.
+    moved = {"source"}
+    if ready is not None and manifest.prepare.tokenizer is not None:
+        moved |= {"tokenizer", "end_of_document"}
+        if (hashlib.sha256(ready.file).hexdigest(), ready.end) != (manifest.tokenizer.sha256, manifest.end):
+            raise RequestError(
+                f"{directory} was prepared with another tokenizer ({manifest.prepare.tokenizer}, {manifest.tokenizer.sha256[:12]}, end "
+                f"{manifest.end}); give another directory, or delete this one."
+            )
     for name in now:
-        # The same documents may have moved: the content hash below decides about the source, not its path.
-        if name != "source" and before.get(name) != now[name]:
+        if name not in moved and before.get(name) != now[name]:
             raise RequestError(
                 f"{directory} was prepared with {name} {before.get(name)!r}, not {now[name]!r}; give another directory, or delete this one."
             )
@@ -114,24 +125,28 @@ def _existing(config: PrepareConfig, corpus: Corpus, directory: Path, tell: Repo
     return manifest
 
 
-def _prepare(config: PrepareConfig, corpus: Corpus, directory: Path, tell: Report) -> Manifest:
+def _prepare(config: PrepareConfig, corpus: Corpus, ready: TextTokenizer | None, directory: Path, tell: Report) -> Manifest:
     split = DocumentSplit(
         validation_share=config.validation_share, test_share=config.test_share, sample_one_in=config.sample_one_in, salt=config.salt
     )
     first = _FirstPass(config, corpus, split)
-    if isinstance(corpus, MultiHopCorpus):
+    markers: tuple[Marker, ...] = ()
+    if ready is not None:
+        first.count()
+        tokenizer = ready
+    elif isinstance(corpus, MultiHopCorpus):
         first.count()
         slices = corpus.markers().items()
         tokenizer, markers = corpus.tokenizer(), tuple(Marker(name=name, ids=ids, distance=ANSWER_DISTANCE) for name, ids in slices)
     else:
         tell(f"training a tokenizer of {config.vocabulary} entries on one training document in {config.sample_one_in}")
-        tokenizer, markers = train_tokenizer(first.sample(), config.vocabulary), ()
+        tokenizer = train_tokenizer(first.sample(), config.vocabulary)
     tokenizer.save(directory / TOKENIZER)
     tell(f"tokenizing {first.documents} documents with {tokenizer.vocabulary} entries")
     with ExitStack() as stack:
         writers = {}
         for name in SPLITS:
-            writers[name] = ShardWriter(directory, name, tokenizer.vocabulary)
+            writers[name] = ShardWriter(directory, name, tokenizer.vocabulary, tokenizer.end)
             stack.callback(writers[name].close)
         content = ContentHash()
         for batch in _batches(corpus.documents(Counter())):
@@ -164,6 +179,7 @@ def _prepare(config: PrepareConfig, corpus: Corpus, directory: Path, tell: Repor
         bytes_per_token=train.bytes / train.tokens,
         files=(saved, *(facts for name in SPLITS for facts in finished[name][1])),
         markers=markers,
+        end=tokenizer.end,
     )
     manifest.write(directory)
     tell(f"{train.tokens} training and {manifest.splits.validation.tokens} validation tokens")

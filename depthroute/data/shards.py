@@ -1,6 +1,6 @@
 """Token shards: one flat file of token ids per split, one of document boundaries, written as a stream and read through the memory map.
 
-    SPLIT.bin         little-endian uint16 or uint32, the tokens of all documents in corpus order, EOS after each
+    SPLIT.bin         little-endian uint16 or uint32, the tokens of all documents in corpus order, the end id after each
     SPLIT.index.bin   little-endian int64, the offset in tokens of every document's start, and at the end the number of tokens
 """
 
@@ -18,7 +18,6 @@ from depthroute.common.errors import FailureError
 from depthroute.common.files import explain_os_errors
 from depthroute.data.manifest import FileFacts, Manifest, SplitFacts
 from depthroute.data.split import Split
-from depthroute.data.tokenizer import EOS
 
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 INDEX_DTYPE = np.dtype("<i8")
@@ -42,9 +41,11 @@ class ShardWriter:
 
     Args:
         vocabulary: ids are below it; it decides the dtype, and the length of `token_counts`.
+        end: the id behind every document.
     """
 
-    def __init__(self, directory: Path, split: Split, vocabulary: int) -> None:
+    def __init__(self, directory: Path, split: Split, vocabulary: int, end: int) -> None:
+        self._end = end
         self.documents = self.tokens = self.bytes = 0
         self.token_counts = np.zeros(vocabulary, dtype=np.int64)
         self._dtype = DTYPES[dtype_for(vocabulary)]
@@ -53,10 +54,10 @@ class ShardWriter:
         self._index_file.write(np.zeros(1, dtype=INDEX_DTYPE))
 
     def add(self, documents: Sequence[Sequence[int]], text_bytes: int) -> None:
-        """Append documents, given as ids without EOS, whose texts have `text_bytes` bytes together."""
+        """Append documents, given as ids without the end, whose texts have `text_bytes` bytes together."""
         if not documents:
             return
-        flat = np.concatenate([np.array([*ids, EOS], dtype=self._dtype) for ids in documents])
+        flat = np.concatenate([np.array([*ids, self._end], dtype=self._dtype) for ids in documents])
         ends = self.tokens + np.cumsum([len(ids) + 1 for ids in documents], dtype=INDEX_DTYPE)
         self._token_file.write(flat)
         self._index_file.write(ends)

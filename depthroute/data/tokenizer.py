@@ -1,6 +1,7 @@
-"""Byte-level BPE (Sennrich et al., 2016) trained on the user's own documents, with ids 0 to 3 for the special tokens.
+"""Byte-level BPE (Sennrich et al., 2016) trained on the user's own documents, or a ready tokenizer of the `tokenizers` library.
 
-Any text can be encoded and comes back exactly. The text of a special token inside a document is text: it never becomes a special id.
+Ours has the ids 0 to 3 for the special tokens; any text can be encoded and comes back exactly. With either, the text of a special token
+inside a document is text: it never becomes a special id.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from depthroute.common.errors import FailureError, RequestError
-from depthroute.common.files import write_text
+from depthroute.common.files import read_json, write_bytes
 
 if TYPE_CHECKING:
     import tokenizers
@@ -20,21 +21,25 @@ PAD, UNK, BOS, EOS = 0, 1, 2, 3
 SPECIAL_TOKENS = ("<pad>", "<unk>", "<bos>", "<eos>")
 SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256
 """The special tokens and one entry per byte."""
+USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "<|eos|>", "[EOS]")  # noqa: RUF001
 
 
 class TextTokenizer:
-    """Text to token ids and back. Only `EOS` is put into token streams, after every document; the other special ids are reserved."""
+    """Text to token ids and back. Only `end` is put into token streams, after every document; the other special ids are reserved."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: tokenizers.Tokenizer, end: int = EOS, *, file: bytes | None = None) -> None:
+        self._tokenizer, self._file = tokenizer, file
+        self.end = end
+        """The id that ends a document."""
         # The library matches added tokens in the text before anything else, unless told that special tokens are to be encoded as text;
-        # tokenizer.json does not hold that setting. Merges cannot spell a special token: the pre-tokenizer parts letters from `<` and `>`.
+        # tokenizer.json does not hold that setting. Our merges cannot spell a special token: the pre-tokenizer parts letters from `<`, `>`.
         self._tokenizer.encode_special_tokens = True
+        self._vocabulary = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     @property
     def vocabulary(self) -> int:
-        """The number of entries, special tokens included; ids are below it."""
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+        """All ids are below it: the number of entries, special tokens included, where no id is left out."""
+        return self._vocabulary
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, none of them special."""
@@ -48,9 +53,14 @@ class TextTokenizer:
         """The text of ids; special ids have none, and bytes that are not UTF-8 (a cut character) become U+FFFD."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    @property
+    def file(self) -> bytes:
+        """Its `tokenizer.json` in the format of the `tokenizers` library; of a ready tokenizer, the file as it came."""
+        return (self._tokenizer.to_str(pretty=True) + "\n").encode("utf-8") if self._file is None else self._file
+
     def save(self, path: Path) -> None:
-        """Write `tokenizer.json` in the format of the `tokenizers` library."""
-        write_text(path, self._tokenizer.to_str(pretty=True) + "\n")
+        """Write `file`."""
+        write_bytes(path, self.file)
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> TextTokenizer:
@@ -78,29 +88,100 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> TextTokenizer:
     return TextTokenizer(tokenizer)
 
 
-def load_tokenizer(path: Path) -> TextTokenizer:
-    """Load a `tokenizer.json` written by `TextTokenizer.save`.
+def load_tokenizer(path: Path, *, end: int | None = None) -> TextTokenizer:
+    """Load the `tokenizer.json` of a data directory.
+
+    Args:
+        end: of a ready tokenizer, the id that ends a document. None: the tokenizer is ours.
 
     Raises:
-        RequestError: the file does not exist, or its special tokens do not have the ids 0 to 3.
+        RequestError: the file does not exist, our special tokens do not have the ids 0 to 3, or `end` is no id of a ready tokenizer.
         FailureError: the file is not a tokenizer.
     """
-    from tokenizers import Tokenizer
-
     try:
-        text = path.read_text(encoding="utf-8")
-        json.loads(text)
+        file = path.read_bytes()
     except FileNotFoundError as error:
         raise RequestError(
             f"{path.parent} holds no {path.name}: it is no data directory, or its preparation did not finish; prepare it."
         ) from error
-    except ValueError as error:
-        raise FailureError(f"{path} is not valid JSON ({error}); it was cut short or changed by hand.") from error
-    try:
-        tokenizer = Tokenizer.from_str(text)
-    except Exception as error:  # the library raises bare Exception
-        raise FailureError(f"{path} is not a tokenizer that this version of tokenizers can read ({error}).") from error
+    tokenizer = _parsed(file, path)
+    if end is not None:
+        return _ready(tokenizer, end, file, path)
     ids = [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS]
     if ids != [PAD, UNK, BOS, EOS]:
         raise RequestError(f"{path} gives {', '.join(SPECIAL_TOKENS)} the ids {ids}; they must be 0, 1, 2 and 3.")
     return TextTokenizer(tokenizer)
+
+
+def ready_tokenizer(path: Path, end_of_document: str | None = None) -> TextTokenizer:
+    """A tokenizer that was made elsewhere, such as the one a public checkpoint was trained with.
+
+    Nothing is put in front of or behind a text (what its post-processor does), and no text is cut or padded, whatever its file says.
+
+    Args:
+        path: a `tokenizer.json` of the `tokenizers` library.
+        end_of_document: the token that ends a document. None: the `eos_token` of the tokenizer_config.json beside it, or else the one
+            of the usual names (`USUAL_ENDS`) that it has.
+
+    Raises:
+        RequestError: no such file; no such token, or none that is known to end a document, or more than one; or the text of that token
+            inside a document would become its id.
+        FailureError: the file is not a tokenizer.
+    """
+    try:
+        file = path.read_bytes()
+    except OSError as error:
+        raise RequestError(f"tokenizer {path} cannot be read ({error.strerror}); give the path of a tokenizer.json.") from error
+    tokenizer = _parsed(file, path)
+    name = end_of_document or _configured_end(path.with_name("tokenizer_config.json"))
+    usual = [token for token in USUAL_ENDS if tokenizer.token_to_id(token) is not None]
+    if name is None and len(usual) == 1:
+        name = usual[0]
+    end = None if name is None else tokenizer.token_to_id(name)
+    if end is None:
+        special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+        what = f"{path} has no token {name!r}" if name else f"nothing says which token of {path} ends a document"
+        raise RequestError(f"{what}; set end_of_document. Candidates: {', '.join(usual or special) or 'none is special'}.")
+    return _ready(tokenizer, end, file, path)
+
+
+def _parsed(file: bytes, path: Path) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        text = file.decode("utf-8")
+        json.loads(text)
+    except ValueError as error:
+        raise FailureError(f"{path} is not valid JSON ({error}); it was cut short or changed by hand.") from error
+    try:
+        return Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception
+        raise FailureError(f"{path} is not a tokenizer that this version of tokenizers can read ({error}).") from error
+
+
+def _ready(tokenizer: tokenizers.Tokenizer, end: int, file: bytes, path: Path) -> TextTokenizer:
+    from tokenizers import AddedToken
+
+    name = tokenizer.id_to_token(end)
+    if name is None:
+        raise RequestError(f"{path} has no token with the id {end}.")
+    # Whatever it was added as: only special tokens are text in documents, and have no text themselves.
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False)])
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    found = TextTokenizer(tokenizer, end, file=file)
+    if any(end in ids for ids in found.encode_batch([name, f"a {name} b", f"a{name}b"])):  # a piece of a unigram model, say
+        raise RequestError(
+            f"{path} turns the text {name!r} inside a document into the id that ends documents, {end}; give another end_of_document."
+        )
+    return found
+
+
+def _configured_end(path: Path) -> str | None:
+    """The `eos_token` of a tokenizer_config.json; None where the file or the entry is absent."""
+    if not path.is_file():
+        return None
+    config = read_json(path)
+    token = config.get("eos_token") if isinstance(config, dict) else None
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None

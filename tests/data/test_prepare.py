@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import math
@@ -16,9 +17,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from depthroute.common.errors import FailureError, RequestError
-from depthroute.data import EOS, SPLITS, Document, DocumentSplit, FileCorpus, Manifest, PrepareConfig, TokenDataset, prepare, read_manifest
+from depthroute.data import (
+    EOS,
+    SPLITS,
+    Document,
+    DocumentSplit,
+    FileCorpus,
+    Manifest,
+    MultiHopConfig,
+    PrepareConfig,
+    TokenDataset,
+    prepare,
+    read_manifest,
+)
 from depthroute.data.prepare import BATCH_CHARACTERS, BATCH_DOCUMENTS, _batches
 
 Writer = Callable[..., Path]
@@ -85,6 +99,77 @@ def test_special_tokens_in_documents_never_end_one(tmp_path: Path) -> None:
     manifest = read_manifest(tmp_path / "data")
     assert int((tokens == EOS).sum()) == manifest.splits.train.documents
     assert int((tokens < EOS).sum()) == 0
+
+
+@pytest.fixture
+def ready(tmp_path: Path) -> Path:
+    """A tokenizer.json from elsewhere, of bytes, with two special tokens behind them."""
+    made = Tokenizer(models.BPE({letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
+    made.save(str(tmp_path / "theirs.json"), pretty=False)
+    return tmp_path / "theirs.json"
+
+
+def with_tokenizer(source: Path, tokenizer: Path, **changes: Any) -> PrepareConfig:
+    return PrepareConfig(source=str(source), id_column="id", validation_share=0.1, tokenizer=str(tokenizer), **changes)
+
+
+def test_a_ready_tokenizer_makes_the_tokens_and_ends_the_documents(write_jsonl: Writer, ready: Path, tmp_path: Path) -> None:
+    source = write_jsonl(100)
+    with source.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"id": "special", "text": "<|end_of_text|> is text here"}) + "\n")
+    lines: list[str] = []
+    manifest = prepare(with_tokenizer(source, ready), tmp_path / "data", report=lines.append)
+    assert manifest.end == 257 and manifest.vocabulary == 258 and manifest.tokenizer.training_documents == 0
+    assert not any("training a tokenizer" in line for line in lines)
+    assert (tmp_path / "data" / "tokenizer.json").read_bytes() == ready.read_bytes()
+    assert manifest.tokenizer.sha256 == hashlib.sha256(ready.read_bytes()).hexdigest()
+    dataset = TokenDataset.open(tmp_path / "data", verify=True)
+    assert dataset.end == dataset.tokenizer().end == 257
+    texts = []
+    for name in SPLITS:
+        tokens, boundaries = dataset.tokens(name), dataset.boundaries(name)
+        assert np.flatnonzero(tokens == 257).tolist() == (boundaries[1:] - 1).tolist()
+        texts += [dataset.tokenizer().decode(tokens[start:end].tolist()) for start, end in itertools.pairwise(boundaries)]
+    assert sorted(texts) == sorted(document.text for document in FileCorpus(source, id_column="id").documents(Counter()))
+
+
+def test_a_ready_tokenizer_is_told_by_its_content(write_jsonl: Writer, ready: Path, tmp_path: Path) -> None:
+    source = write_jsonl(100)
+    manifest = prepare(with_tokenizer(source, ready), tmp_path / "data")
+    moved = ready.rename(tmp_path / "moved.json")
+    assert prepare(with_tokenizer(source, moved, end_of_document="<|end_of_text|>"), tmp_path / "data") == manifest
+    with pytest.raises(RequestError, match=r"was prepared with another tokenizer \(.*theirs.json, [0-9a-f]{12}, end 257\)"):
+        prepare(with_tokenizer(source, moved, end_of_document="<|begin_of_text|>"), tmp_path / "data")
+    moved.write_text(moved.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    with pytest.raises(RequestError, match="was prepared with another tokenizer"):
+        prepare(with_tokenizer(source, moved), tmp_path / "data")
+    with pytest.raises(RequestError, match=r"was prepared with tokenizer '.*', not None"):
+        prepare(PrepareConfig(source=str(source), id_column="id", validation_share=0.1), tmp_path / "data")
+    prepare(config(source), tmp_path / "ours")
+    with pytest.raises(RequestError, match=r"was prepared with (vocabulary|tokenizer) "):
+        prepare(with_tokenizer(source, moved), tmp_path / "ours")
+
+
+def test_a_ready_tokenizer_is_refused_before_any_work(write_jsonl: Writer, ready: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="has no token '</s>'"):
+        prepare(with_tokenizer(write_jsonl(100), ready, end_of_document="</s>"), tmp_path / "data")
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_manifest_from_before_ready_tokenizers_reads_as_it_did(write_jsonl: Writer, tmp_path: Path) -> None:
+    source = write_jsonl(100)
+    manifest = prepare(config(source), tmp_path / "data")
+    path = tmp_path / "data" / "manifest.json"
+    value = json.loads(path.read_text(encoding="utf-8"))
+    assert value.pop("end") == EOS
+    assert value["prepare"].pop("tokenizer") is None and value["prepare"].pop("end_of_document") is None
+    path.write_text(json.dumps(value), encoding="utf-8")
+    assert prepare(config(source), tmp_path / "data") == read_manifest(tmp_path / "data") == manifest
+    files = sorted([entry["name"], entry["bytes"], entry["sha256"]] for entry in value["files"])
+    identity = json.dumps({"dtype": "uint16", "files": files, "format": 1}, separators=(",", ":"))
+    assert manifest.fingerprint == hashlib.sha256(identity.encode()).hexdigest()
 
 
 def test_a_new_process_writes_the_same_bytes(write_jsonl: Writer, tmp_path: Path) -> None:
@@ -293,6 +378,10 @@ def test_the_share_that_the_refusal_names_is_enough(write_jsonl: Writer, tmp_pat
         ({"salt": ""}, "salt cannot be ''"),
         ({"salt": "a\0b"}, "salt cannot be"),
         ({"source": ""}, "source cannot be empty"),
+        ({"tokenizer": "t.json", "vocabulary": 300}, r"vocabulary cannot be 300 with the ready tokenizer t\.json; leave it out"),
+        ({"tokenizer": "t.json", "sample_one_in": 2}, "sample_one_in cannot be 2 with the ready tokenizer"),
+        ({"end_of_document": "</s>"}, "end_of_document cannot be '</s>' with a tokenizer that is trained"),
+        ({"source": "multi-hop", "multi_hop": MultiHopConfig(), "tokenizer": "t.json"}, "tokenizer cannot be 't.json' with the source"),
     ],
 )
 def test_wrong_configurations_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders
+from tokenizers.models import BPE, Unigram, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
 
 from depthroute.common.errors import FailureError, RequestError
-from depthroute.data import EOS, TextTokenizer, load_tokenizer, train_tokenizer
+from depthroute.data import EOS, TextTokenizer, load_tokenizer, ready_tokenizer, train_tokenizer
 from depthroute.data.tokenizer import SPECIAL_TOKENS
 
 TEXTS = ["the residual stream of the network", "the routes of the residual stream", "queries and keys, and values"] * 3
@@ -79,6 +83,94 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     path.write_text(whole.replace("<eos>", "<end>"), encoding="utf-8")
     with pytest.raises(RequestError, match="must be 0, 1, 2 and 3"):
         load_tokenizer(path)
+
+
+def ready(folder: Path, *tokens: AddedToken, config: object = None, model: object = None) -> Path:
+    """A tokenizer from elsewhere, which cuts and pads and has nothing of ours but its bytes."""
+    made = Tokenizer(BPE({letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}, []) if model is None else model)
+    if model is None:
+        made.pre_tokenizer, made.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_tokens(list(tokens))
+    made.enable_truncation(2)
+    made.enable_padding(length=7)
+    made.post_processor = TemplateProcessing(single="a $0", special_tokens=[("a", made.token_to_id("a"))])
+    made.save(str(folder / "tokenizer.json"))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder / "tokenizer.json"
+
+
+ENDS = [AddedToken("<|im_end|>", special=True), AddedToken("</s>", special=True)]
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "end"),
+    [
+        (None, None, 257),
+        ({"eos_token": "<|im_end|>"}, None, 256),
+        ({"eos_token": {"content": "<|im_end|>", "lstrip": False}}, None, 256),
+        ({"eos_token": "<|im_end|>"}, "</s>", 257),
+        ({"eos_token": None}, None, 257),
+        ([], "a", None),
+    ],
+)
+def test_the_end_of_a_ready_tokenizer_is_found(config: object, given: str | None, end: int | None, tmp_path: Path) -> None:
+    path = ready(tmp_path, *ENDS, config=config)
+    if end is None:  # a letter
+        with pytest.raises(RequestError, match="turns the text 'a' inside a document into the id that ends documents, "):
+            ready_tokenizer(path, given)
+        return
+    tokenizer = ready_tokenizer(path, given)
+    assert tokenizer.end == end and tokenizer.vocabulary == 258
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_ready_tokenizer_gives_the_ids_of_the_text_alone(special: bool, tmp_path: Path) -> None:
+    """Nothing cut, padded or put in front, and no end in a document, even where its file calls the end no special token."""
+    path = ready(tmp_path, AddedToken("</s>", special=special, lstrip=True))
+    tokenizer = ready_tokenizer(path)
+    text = "ends with </s> </s>"
+    for found in (tokenizer, load_tokenizer(path, end=tokenizer.end)):
+        ids = found.encode(text)
+        assert [len(found.encode(short)) for short in ("", "a", "ab")] == [0, 1, 2]
+        assert len(ids) == len(text) and max(ids) < found.end == 256
+        assert found.decode([*ids, found.end]) == text
+    assert Tokenizer.from_file(str(path)).encode("</s></s>").ids[:2] == [found.encode("a")[0], 256]  # what would happen otherwise
+    tokenizer.save(tmp_path / "copy.json")
+    assert (tmp_path / "copy.json").read_bytes() == path.read_bytes()
+
+
+def test_ids_that_are_left_out_count(tmp_path: Path) -> None:
+    path = ready(tmp_path, AddedToken("</s>", special=True), model=WordLevel({"a": 0, "b": 900}, unk_token="a"))
+    assert ready_tokenizer(path).vocabulary == 901
+
+
+def test_an_end_that_is_not_known_is_refused_with_the_candidates(tmp_path: Path) -> None:
+    path = ready(tmp_path, AddedToken("<stop>", special=True), AddedToken("<tool>", special=False), AddedToken("<pad>", special=True))
+    with pytest.raises(RequestError, match=r"nothing says which token of .* ends a document; set .*\. Candidates: <stop>, <pad>\."):
+        ready_tokenizer(path)
+    with pytest.raises(RequestError, match=r"has no token '</s>'; set end_of_document\. Candidates: <stop>, <pad>\."):
+        ready_tokenizer(path, "</s>")
+    with pytest.raises(RequestError, match="has no token with the id 999"):
+        load_tokenizer(path, end=999)
+    path = ready(tmp_path, AddedToken("</s>", special=True), AddedToken("<eos>", special=True))
+    with pytest.raises(RequestError, match=r"Candidates: </s>, <eos>\."):
+        ready_tokenizer(path)
+
+
+def test_a_model_that_spells_the_end_is_refused(tmp_path: Path) -> None:
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("a", -1.0), ("b", -1.0)]
+    with pytest.raises(RequestError, match="turns the text '</s>' inside a document into the id that ends documents, 1"):
+        ready_tokenizer(ready(tmp_path, model=Unigram(pieces, 0)))
+
+
+def test_a_ready_tokenizer_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(RequestError, match=r"cannot be read .* give the path of a tokenizer\.json"):
+            ready_tokenizer(path)
+    (tmp_path / "tokenizer.json").write_bytes(b"\xff")
+    with pytest.raises(FailureError, match="is not valid JSON"):
+        ready_tokenizer(tmp_path / "tokenizer.json")
 
 
 def as_json(tokenizer: TextTokenizer) -> str:
