@@ -32,10 +32,15 @@ class Row:
 
 
 def interleaved(candidates: Mapping[str, Callable[[], object]], *, repeats: int, warm_up: int = 2) -> dict[str, list[float]]:
-    """Seconds of each candidate, one after the other in every round, so that a drift of the machine hits all of them."""
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    """Seconds of each candidate, one after the other in every round, so that a drift of the machine hits all of them.
+
+    Every round begins with another, since each leaves the caches to the next as it likes.
+    """
+    names, seconds = list(candidates), {name: list[float]() for name in candidates}
     for round_number in range(-warm_up, repeats):
-        for name, run in candidates.items():
+        begin = round_number % len(names)
+        for name in (*names[begin:], *names[:begin]):
+            run = candidates[name]
             started = time.perf_counter()
             run()
             if round_number >= 0:

@@ -29,5 +29,5 @@ def test_check_passes_when_all_is_met_and_nothing_is_checked_unasked() -> None:
 def test_candidates_take_turns_and_ratios_are_pair_by_pair() -> None:
     order: list[str] = []
     seconds = interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=3, warm_up=1)
-    assert order == ["a", "b"] * 4 and [len(times) for times in seconds.values()] == [3, 3]
+    assert order == ["b", "a", "a", "b"] * 2 and [len(times) for times in seconds.values()] == [3, 3]
     assert ratios({"a": [2.0, 9.0, 3.0], "b": [1.0, 3.0, 1.0]}, "a", "b") == (2.0, 3.0)

@@ -1,0 +1,81 @@
+"""Perplexity and bits per byte of held-out text, with intervals over documents."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from depthroute.common.errors import RequestError
+from depthroute.data import Split, TextTokenizer
+from depthroute.evals.subject import Subject
+from depthroute.study.clusters import cluster_bootstrap
+from depthroute.train import evaluate
+
+Item = dict[str, Any]
+PERPLEXITY = "perplexity"
+
+
+def perplexity_items(subject: Subject, split: Split, *, limit_tokens: int | None, batch_tokens: int) -> list[Item]:
+    """The loss of every evaluated document of a split, over the windows that training evaluates.
+
+    An item has `task`, `doc_id` (the document's number in the split), `item` (a hash of its evaluated tokens), `nats` (summed over them),
+    `tokens` (their number, the end of the document included) and `bytes` (UTF-8, of their text). The last window may cut the last document.
+
+    Args:
+        limit_tokens: evaluate so many, rounded up to whole windows. None: all that whole windows hold.
+
+    Raises:
+        RequestError: the split has not a window of tokens.
+        FailureError: the loss is not finite.
+    """
+    dataset, context = subject.dataset, subject.config.model.context
+    tokens, edges, tokenizer = dataset.tokens(split), dataset.boundaries(split), dataset.tokenizer()
+    found = evaluate(
+        subject.model, tokens, context=context, limit_tokens=limit_tokens, microbatch=max(1, batch_tokens // context),
+        device=subject.device, precision=subject.precision, boundaries=edges,
+    )  # fmt: skip
+    assert found is not None and found.documents is not None
+    losses = found.documents
+    # The first token of a split is nobody's target, and a first document of one token is left out.
+    first = int(np.searchsorted(edges, 1, side="right")) - 1
+    starts = np.maximum(edges[first : first + len(losses.sums)], 1)
+    items = []
+    for number, (start, count, nats) in enumerate(zip(starts.tolist(), losses.counts.tolist(), losses.sums.tolist(), strict=True), first):
+        ids = tokens[start : start + count]
+        identity = hashlib.sha256(ids.astype("<u4").tobytes()).hexdigest()[:16]
+        size = _text_bytes(tokenizer, ids.tolist())
+        items.append({"task": PERPLEXITY, "doc_id": number, "item": identity, "nats": nats, "tokens": count, "bytes": size})
+    return items
+
+
+def perplexity_metrics(items: Sequence[Item]) -> dict[str, dict[str, Any]]:
+    """`nll` (nats per token), `perplexity` and `bits_per_byte`, each with `value`, `error` and `interval` (95 %, cluster bootstrap over
+    documents; `depthroute.study.clusters`).
+
+    Raises:
+        RequestError: fewer than two documents.
+    """
+    if len(items) < 2:
+        raise RequestError("an interval over documents needs two documents or more; evaluate more tokens.")
+    nll = cluster_bootstrap([item["nats"] for item in items], [item["tokens"] for item in items])
+    of_text = [item for item in items if item["bytes"]]  # all but a document of which only its end was evaluated
+    bits = cluster_bootstrap([item["nats"] / math.log(2) for item in of_text], [item["bytes"] for item in of_text])
+    low, high = nll.interval
+    return {
+        "nll": {"value": nll.mean, "error": nll.error, "interval": nll.interval},
+        "perplexity": {"value": _exp(nll.mean), "error": _exp(nll.mean) * nll.error, "interval": (_exp(low), _exp(high))},
+        "bits_per_byte": {"value": bits.mean, "error": bits.error, "interval": bits.interval},
+    }
+
+
+def _text_bytes(tokenizer: TextTokenizer, ids: Sequence[int]) -> int:
+    # A window may end, or begin, inside a character: what is left of it becomes U+FFFD and is not counted.
+    return len(tokenizer.decode(ids).strip("\ufffd").encode("utf-8"))
+
+
+def _exp(nats: float) -> float:
+    return math.exp(min(nats, 700.0))  # beyond 709 it overflows, and infinity is not JSON

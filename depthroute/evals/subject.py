@@ -1,0 +1,74 @@
+"""The trained model that is evaluated, with its data and where it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from depthroute.common.errors import RequestError
+from depthroute.common.files import read_json
+from depthroute.data import TokenDataset
+from depthroute.model import Decoder
+from depthroute.train import RunConfig, checkpoint, load_trained
+from depthroute.train.config import Device, Precision
+from depthroute.train.devices import resolve_device, resolve_precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model on its device, in evaluation mode; `precision` is what "auto" stands for there.
+
+    `checkpoint` is the name of the folder of its weights, `weights` their SHA-256.
+    """
+
+    path: Path
+    config: RunConfig
+    model: Decoder
+    dataset: TokenDataset
+    device: Device
+    precision: Precision
+    checkpoint: str
+    weights: str
+
+    @property
+    def results(self) -> Path:
+        """Where its results go unless told otherwise: `evals` in its run folder, and there in a folder for an older checkpoint."""
+        if self.path.resolve().parent.name == "checkpoints":
+            return self.path.resolve().parent.parent / "evals" / self.checkpoint
+        return self.path / "evals"
+
+
+def open_subject(run: Path, *, data: Path | None = None, device: Device = "auto", precision: Precision = "auto") -> Subject:
+    """Load the last checkpoint of a run, or the checkpoint folder that `run` is.
+
+    Args:
+        data: token shards, whose tokenizer and held-out text are used. None: those the run names.
+
+    Raises:
+        RequestError: no run, no checkpoint, no data, data of another vocabulary, or a device that is not there.
+        FailureError: the checkpoint or the data are cut short or altered.
+    """
+    config, model = load_trained(run)
+    if data is None and not config.data:
+        raise RequestError(f"{run} names no data; say with --data which token shards its tokenizer is in.")
+    dataset = TokenDataset.open(data or Path(config.data))
+    if dataset.vocabulary > config.model.vocabulary:
+        raise RequestError(
+            f"{dataset.directory} has {dataset.vocabulary} tokens and the model of {run} {config.model.vocabulary}; name the data that it "
+            "was trained on."
+        )
+    found = checkpoint.latest(run) or run
+    weights: str = read_json(found / checkpoint.STATE)["files"][checkpoint.MODEL]["sha256"]
+    where = resolve_device(device)
+    return Subject(
+        path=run,
+        config=config,
+        model=model.to(torch.device(where)).eval(),
+        dataset=dataset,
+        device=where,
+        precision=resolve_precision(precision, where),
+        checkpoint=found.name,
+        weights=weights,
+    )

@@ -1,0 +1,104 @@
+"""Values, errors, intervals and chance levels of metrics, and what is kept of the harness's samples."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import binomtest
+
+from depthroute.evals.metrics import cells_of, documents_of, items_of, mean_uncertainty, metrics_of, uncertainty, wilson
+from depthroute.evals.presets import LOW_RANK, average
+from depthroute.study.clusters import cluster_bootstrap
+from depthroute.study.statistics import t_interval
+
+
+def sample(number: int, right: int, **fields: Any) -> dict[str, Any]:
+    return {
+        "doc_id": number, "doc": {"cell": f"depth {number % 2}"}, "target": right, "arguments": [("q", " a"), ("q", " b")],
+        "filter": "none", "resps": [], "filtered_resps": [(-1.5, False), (np.float64(-2.5), np.bool_(True))],
+        "metrics": ["acc", "f1"], "acc": float(right), "f1": (right, 1), **fields,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("right", "count"), [(0, 20), (1, 2), (7, 20), (20, 20), (431, 1000)])
+def test_the_interval_of_a_share_is_wilsons(right: int, count: int) -> None:
+    expected = binomtest(right, count).proportion_ci(method="wilson")
+    assert wilson(right / count, count) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    assert right or wilson(0, count)[0] == 0
+
+
+def test_items_hold_numbers_and_answers() -> None:
+    one, other = items_of("local_needle", [sample(0, 1), sample(1, 0, arguments=[("other", " a"), ("q", " b")])])
+    assert one["metrics"] == {"acc": 1.0} and one["answers"] == [[-1.5, False], [-2.5, True]] and one["cell"] == "depth 0"
+    assert one["item"] != other["item"] and one["item"] == items_of("local_needle", [sample(5, 0)])[0]["item"]
+    assert "cell" not in items_of("piqa", [sample(0, 1)])[0], "fields of other tasks are nothing to us"
+    assert items_of("x", [sample(0, 1, filtered_resps=["text"])])[0]["answers"] == ["text"]
+    assert items_of("x", [sample(0, 1, filtered_resps=[-3.25])])[0]["answers"] == [-3.25]
+
+
+def test_metrics_of_a_task() -> None:
+    samples = [sample(number, number % 3 == 0) for number in range(9)]
+    items = items_of("local_needle", samples)
+    found = metrics_of("multiple_choice", {"acc,none": 1 / 3, "acc_stderr,none": "N/A", "alias": "x", "f1,none": 0.25}, items, [1] * 9)
+    acc = found["acc"]
+    assert list(found) == ["acc", "f1"] and acc["value"] == 1 / 3 and acc["chance"] == 0.5
+    assert acc["interval"] == wilson(1 / 3, 9) and acc["error"] == pytest.approx(0.5 / 3, abs=1e-12)
+    assert found["f1"] == {"value": 0.25, "error": None, "interval": None, "chance": None}
+    for item in items:
+        item["metrics"]["acc_mutual_info"] = 0.0
+    assert metrics_of("multiple_choice", {"acc,none": 1 / 3}, items, [1] * 9)["acc"]["chance"] == 1, "half of the two answers are unasked"
+    cells = cells_of(items, "acc")
+    assert {name: cell["items"] for name, cell in cells.items()} == {"depth 0": 5, "depth 1": 4}
+    assert cells["depth 0"]["value"] == 0.4 and cells["depth 0"]["interval"] == wilson(0.4, 5)
+
+
+def test_the_chance_of_a_word_is_that_of_the_most_frequent_one() -> None:
+    items = items_of("x", [sample(number, 0, filtered_resps=[(-1.0, False)]) for number in range(4)])
+    found = metrics_of("loglikelihood", {"acc,none": 0.0}, items, [" a", " b", " a", " c"])
+    assert found["acc"]["chance"] == 0.5
+
+
+def test_the_perplexity_of_answers_has_the_interval_of_its_logarithm() -> None:
+    values = [-1.0, -2.5, -0.5, -3.0]
+    found = uncertainty("perplexity", math.exp(7 / 4), values)
+    interval = t_interval(values)
+    assert interval is not None
+    assert found["interval"] == pytest.approx((math.exp(-interval[1]), math.exp(-interval[0])))
+    assert found["error"] == pytest.approx(math.exp(7 / 4) * mean_uncertainty(values)[0])
+
+
+def test_items_of_one_document_are_not_independent() -> None:
+    draw = random.Random(0)
+    documents = [number for number in range(20) for _ in range(5)]
+    right = {number: float(draw.random() < 0.5) for number in range(20)}
+    values = [right[number] for number in documents]
+    error, interval = mean_uncertainty(values, documents)
+    drawn = cluster_bootstrap([5 * right[number] for number in range(20)], [5] * 20)
+    assert (error, interval) == (drawn.error, drawn.interval) and error > 2 * mean_uncertainty(values)[0]
+    mean = sum(values) / 100
+    assert uncertainty("acc", mean, values, documents)["interval"] == drawn.interval
+    assert uncertainty("acc", 0.0, [0.0] * 100, documents)["interval"] == wilson(0, 20)
+    assert uncertainty("acc", mean, values, list(range(100)))["interval"] == wilson(mean, 100)
+    assert documents_of([{"document": 1}, {}]) is None and documents_of([]) is None and documents_of([{"document": 1}]) == [1]
+
+
+def test_a_value_that_is_no_mean_of_items_has_no_interval() -> None:
+    assert uncertainty("acc", 0.3, [0.0, 1.0]) == uncertainty("acc", 1.0, [1.0]) == {"error": None, "interval": None}
+
+
+def test_the_average_of_a_preset_has_equal_weights_and_no_gaps() -> None:
+    measured = {
+        task.name: {"items": task.items, "metrics": {task.metric: {"value": 0.1 * number, "error": 0.01}, "other": {"value": 9}}}
+        for number, task in enumerate(LOW_RANK)
+    }
+    whole = average("low-rank", measured)
+    assert whole["value"] == pytest.approx(0.35, abs=1e-12) and whole["error"] == pytest.approx(0.01 / math.sqrt(8), abs=1e-12)
+    assert (whole["missing"], whole["partial"]) == ([], [])
+    measured["piqa"]["items"] = 10
+    assert average("low-rank", measured) == {"value": None, "error": None, "missing": [], "partial": ["piqa"]}
+    del measured["boolq"]
+    assert average("low-rank", measured) == {"value": None, "error": None, "missing": ["boolq"], "partial": ["piqa"]}
