@@ -135,7 +135,7 @@ def read_routing(path: Path, layout: Layout | None = None) -> Routing:
             gain or the reverse; two queries of one role of a site; queries or gains of different lengths, or not vectors.
         FailureError: a file is truncated or missing, or lacks what the index says; values that are not finite floating-point numbers.
     """
-    located = _locate(path)
+    located = locate_tensors(path)
     layout, found = _recognise(path, located, LAYOUTS if layout is None else (layout,))
     wanted = [name for pair in found for name in (pair.query, pair.gain) if name is not None]
     tensors = _load(list(dict.fromkeys(wanted)), located)
@@ -263,7 +263,7 @@ def _number(name: str, group: str, text: str) -> int:
     return int(text)
 
 
-def _locate(path: Path) -> dict[str, Path]:
+def locate_tensors(path: Path) -> dict[str, Path]:
     """The file of every tensor by its name."""
     if path.name.endswith(".index.json") and path.exists():
         return _indexed(path)

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,21 @@ def explain_os_errors(path: Path, doing: str) -> Iterator[None]:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise FailureError(f"no permission while {doing} {path}; choose a folder you can write to.") from error
         raise
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder beside `path` that becomes it when the context ends well, and is removed otherwise."""
+    with explain_os_errors(path, "writing"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+        try:
+            folder.chmod(0o755)  # mkdtemp makes private folders; these are meant to be read
+            yield folder
+            folder.rename(path)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
 
 @contextmanager

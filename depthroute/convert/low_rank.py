@@ -15,7 +15,6 @@ import dataclasses
 import json
 import math
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from depthroute.common.config import to_json
 from depthroute.common.errors import FailureError, RequestError
-from depthroute.common.files import explain_os_errors, read_json_lines, write_json, write_text
+from depthroute.common.files import new_folder, read_json_lines, write_json, write_text
 from depthroute.convert.rewrite import Rewrite
 from depthroute.convert.streamed import Difference, write_checkpoint
 from depthroute.convert.tensor_file import TensorReader
@@ -83,27 +82,19 @@ def convert_low_rank(
     windows = torch.cat([torch.from_numpy(batch) for batch in evaluation_windows(validation, config.model.context, EXACT_TOKENS)])
     rewrite = Rewrite(config.model, TensorReader(found / checkpoint.MODEL), rank)
     converted = dataclasses.replace(config, model=rewrite.target)
-    with explain_os_errors(out, "writing"):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-        try:
-            folder.chmod(0o755)  # mkdtemp makes private folders; runs are meant to be read
-            difference = write_checkpoint(rewrite, windows[:, :-1], folder / "checkpoints" / found.name, state)
-            _refuse(difference)
-            _write_history(run, folder, converted, state["step"])
-            facts = _described(rewrite, run, state) | {
-                "data_fingerprint": dataset.fingerprint,
-                "float64": {
-                    "tokens": windows[:, 1:].numel(), "logits_max_difference": difference.logits, "logits_max": difference.largest_logit,
-                    "weights_max_difference": difference.weights,
-                },
-                "cross_entropy": _cross_entropies(run, folder, validation, tokens),
-            }  # fmt: skip
-            write_json(folder / "conversion.json", facts)
-            folder.rename(out)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+    with new_folder(out) as folder:
+        difference = write_checkpoint(rewrite, windows[:, :-1], folder / "checkpoints" / found.name, state)
+        _refuse(difference)
+        _write_history(run, folder, converted, state["step"])
+        facts = _described(rewrite, run, state) | {
+            "data_fingerprint": dataset.fingerprint,
+            "float64": {
+                "tokens": windows[:, 1:].numel(), "logits_max_difference": difference.logits, "logits_max": difference.largest_logit,
+                "weights_max_difference": difference.weights,
+            },
+            "cross_entropy": _cross_entropies(run, folder, validation, tokens),
+        }  # fmt: skip
+        write_json(folder / "conversion.json", facts)
     if evaluate:
         train(converted if data is None else dataclasses.replace(converted, data=str(data)), out, console=False)
     return facts

@@ -9,9 +9,9 @@ Shapes: B windows, T tokens, D width, S sources, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from depthroute.common.files import write_json
-from depthroute.convert.rewrite import Rewrite
-from depthroute.convert.tensor_file import TensorWriter
+from depthroute.convert.tensor_file import Stored, TensorWriter
 from depthroute.model import Decoder, ModelConfig
 from depthroute.residual import Memory
 from depthroute.train import checkpoint
@@ -37,8 +36,29 @@ class Difference(NamedTuple):
     weights: float
 
 
+class Tensors(Protocol):
+    """Stored tensors by our names, in float64."""
+
+    def tensor(self, name: str) -> Tensor: ...
+    def rows(self, name: str, start: int, stop: int) -> Tensor: ...
+
+
+class Conversion(Protocol):
+    """Tensors of a model made from those of another: `Rewrite`, or an adopted checkpoint."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def target(self) -> ModelConfig: ...
+    @property
+    def source(self) -> Tensors: ...
+    def layout(self) -> Mapping[str, Stored]: ...
+    def tensor(self, name: str) -> Tensor: ...
+    def rows(self, name: str, start: int, stop: int) -> Tensor: ...
+
+
 @torch.no_grad()
-def write_checkpoint(rewrite: Rewrite, windows: Tensor, folder: Path, state: dict[str, Any]) -> Difference:
+def write_checkpoint(rewrite: Conversion, windows: Tensor, folder: Path, state: dict[str, Any]) -> Difference:
     """Write the converted model into the checkpoint `folder` and compare it with the original on token ids `windows` [B, T].
 
     `state`: that of the original checkpoint, of which the sizes and hashes of the files are replaced. The optimiser's file is empty.
@@ -98,7 +118,7 @@ class _Layerwise:
         return tensors
 
 
-def _opened(rewrite: Rewrite, windows: Tensor, file: TensorWriter, original: Decoder, converted: Decoder) -> list[tuple[Memory, Memory]]:
+def _opened(rewrite: Conversion, windows: Tensor, file: TensorWriter, original: Decoder, converted: Decoder) -> list[tuple[Memory, Memory]]:
     """Convert the embedding piece by piece, and open the memories of both models for some windows at a time."""
     embedded = [torch.empty(*windows.shape, rewrite.config.width, dtype=torch.float64) for _ in range(2)]
     for start, stop in _pieces(rewrite.config):
@@ -128,7 +148,7 @@ def _closed(memories: list[tuple[Memory, Memory]], original: Decoder, converted:
     return one.flatten(0, -2), other.flatten(0, -2)
 
 
-def _logit_difference(rewrite: Rewrite, hidden: tuple[Tensor, Tensor], file: TensorWriter) -> tuple[float, float]:
+def _logit_difference(rewrite: Conversion, hidden: tuple[Tensor, Tensor], file: TensorWriter) -> tuple[float, float]:
     """Convert the head piece by piece: the largest difference of a logit, and the largest logit."""
     stored = "embedding.weight" if rewrite.config.tied_embeddings else "head.weight"
     target = "embedding.weight" if rewrite.target.tied_embeddings else "head.weight"

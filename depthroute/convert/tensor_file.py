@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from depthroute.common.errors import FailureError, RequestError
@@ -30,8 +30,13 @@ class TensorReader:
     """The tensors of a file, in float64."""
 
     def __init__(self, path: Path) -> None:
-        """Raises RequestError where a tensor is of a type that is not floating point."""
-        self._file = cast(Any, safe_open(path, framework="pt"))
+        """Raises RequestError where a tensor is of a type that is not floating point, FailureError where the file is missing or damaged."""
+        try:
+            self._file = cast(Any, safe_open(path, framework="pt"))
+        except FileNotFoundError as error:
+            raise FailureError(f"{path} is missing; download or copy it again.") from error
+        except SafetensorError as error:
+            raise FailureError(f"{path} is truncated, or not safetensors ({error}); download or copy it again.") from error
         self.stored: dict[str, Stored] = {}
         for name in self._file.keys():  # noqa: SIM118 - not a mapping
             part = self._file.get_slice(name)

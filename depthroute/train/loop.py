@@ -63,6 +63,11 @@ def train(config: RunConfig, directory: Path, *, console: bool = True, sinks: Se
             with closing(_console(config, directory, config.train.steps, visible=console)) as shown:
                 Sinks(sinks, config, directory, shown.line).close(complete=True)
         return result
+    if not config.data:
+        raise RequestError(
+            f"{directory} names no data; give the token shards (--data). For an adopted checkpoint they are made with its own tokenizer: "
+            f"depthroute data SHARDS --source TEXT --tokenizer {directory / 'tokenizer.json'}."
+        )
     data = TokenDataset.open(Path(config.data))
     config = for_data(config, data)
     folder = RunFolder(directory)

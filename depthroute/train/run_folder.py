@@ -163,10 +163,13 @@ def load_trained(path: Path) -> tuple[RunConfig, Decoder]:
 def refuse_other_configuration(path: Path, recorded: RunConfig | None, wanted: RunConfig) -> None:
     """Refuse to go on in a folder whose run differs from the one wanted, naming the first field that does and both values.
 
-    The path of the data may differ: the fingerprint says whether it is the same data.
+    The path of the data may differ: the fingerprint says whether it is the same data. A run that has weights and has kept no step
+    (`depthroute adopt`) has no training yet: that may still be chosen, and its data where it names none.
     """
     if recorded is None:
         return
+    if checkpoint.latest(path) == checkpoint.folder(path, 0):
+        recorded = dataclasses.replace(recorded, train=wanted.train, data_fingerprint=wanted.data_fingerprint)
     there = _flat(to_json(dataclasses.replace(recorded, data="")))
     here = _flat(to_json(dataclasses.replace(wanted, data="")))
     for name in [*here, *(name for name in there if name not in here)]:
