@@ -1,7 +1,7 @@
 """Decoding at shape S, batch 1, on the CPU: a token, a prompt, what the depth memory takes, and how long an exported model takes to load.
 
-Arms are interleaved in one process. What a token of the PreNorm model costs is compared with reading its weights once, as one sum over them.
-Queries are random, so that no read is a plain mean. Weights are random: what is decoded does not matter.
+Arms are interleaved in one process. What a token of the PreNorm model costs is compared with reading its weights once, as one sum over
+them. Queries are random, so that no read is a plain mean. Weights are random: what is decoded does not matter.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Options:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs. `auto`: on a GPU, where there is one."""
     precision: Literal["auto", "float32", "bf16"] = "float32"
-    """Of matrix products. `auto`: bf16 where the processor has it."""
+    """Of the weights. `auto`: bf16 where the processor has it."""
     data: Path | None = None
     """The token shards whose tokenizer to use. Default: those the run names."""
     json: bool = False
@@ -52,11 +52,13 @@ class Options:
 
 def main(arguments: Sequence[str]) -> None:
     options = read(Options, "sample", arguments)
+    import torch
+
     from depthroute.common.errors import RequestError
     from depthroute.data import TokenDataset
     from depthroute.infer import Sampling, generate, stream
     from depthroute.train import load_trained
-    from depthroute.train.devices import autocast, resolve_device, resolve_precision
+    from depthroute.train.devices import resolve_device, resolve_precision
 
     if not options.prompt:
         raise RequestError("there is no prompt; give --prompt TEXT, or --prompt - for standard input.")
@@ -76,15 +78,16 @@ def main(arguments: Sequence[str]) -> None:
         "model": model.to(device), "prompts": [tokenizer.encode(text) for text in texts], "limit": options.tokens, "sampling": sampling,
         "end": [dataset.end], "stop": options.stop, "decode": tokenizer.decode,
     }  # fmt: skip
-    with autocast(device, resolve_precision(options.precision, device)):
-        if len(texts) == 1 and not options.json:
-            pieces = stream(**settings)
-            print(texts[0], end="", flush=True)
-            for piece in pieces:
-                print(piece.text, end="", flush=True)
-            print()
-            return
-        found = generate(**settings)
+    if resolve_precision(options.precision, device) == "bf16":
+        model.cast_body(torch.bfloat16)
+    if len(texts) == 1 and not options.json:
+        pieces = stream(**settings)
+        print(texts[0], end="", flush=True)
+        for piece in pieces:
+            print(piece.text, end="", flush=True)
+        print()
+        return
+    found = generate(**settings)
     if options.json:
         rows = [{"prompt": text, **generation._asdict()} for text, generation in zip(texts, found, strict=True)]
         print("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]")

@@ -15,7 +15,7 @@ from depthroute.infer.cache import KeyValueCache
 from depthroute.model import Decoder
 from depthroute.model.attention import Attention, one_input
 from depthroute.model.layers import MLP, Layer
-from depthroute.model.linear import Projection
+from depthroute.model.linear import Projection, watched_module
 from depthroute.ops import steps
 from depthroute.residual import InPlace, Residual, RMSNorm, RoleInputs
 
@@ -115,7 +115,7 @@ def _plain(model: Decoder, dtype: torch.dtype) -> bool:
     for path, module in model.named_modules():
         if path.startswith("residual"):
             continue
-        if module._forward_hooks or module._forward_pre_hooks:
+        if watched_module(module):
             return False
         if list(module.parameters(recurse=False)) and not isinstance(module, Projection | RMSNorm | nn.Embedding):
             return False

@@ -112,13 +112,18 @@ class Site(nn.Module):
         even = len(set(counts)) == 1  # then a count prior moves nothing
         if config.count_prior is not None:
             self.register_buffer("counts", torch.tensor(counts, dtype=torch.float32), persistent=False)  # whole: no dtype loses them
-        self.prior = config.count_prior
+        self.prior, self._outputs = config.count_prior, counts
         separate, gain = roles and config.roles == "separate", config.key_gain
         self.query = nn.Parameter(torch.zeros(rank))
         self.key_query = nn.Parameter(torch.zeros(rank)) if separate else None
         self.value_query = nn.Parameter(torch.zeros(rank)) if separate or (roles and config.roles in ("decoupled", "average")) else None
         self.key_gain = nn.Parameter(torch.ones(rank)) if gain else None
         self.count_prior = nn.Parameter(torch.zeros(1)) if config.learned_count_prior and not even else None
+
+    def reset_buffers(self) -> None:
+        """Fill the counts, in place: for a module that was made without memory."""
+        if self.prior is not None and not self.counts.is_meta:
+            self.counts.copy_(torch.tensor(self._outputs))
 
     def initial_values(self, name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
         """Queries zero, so that training starts from the mean of the sources; gains one."""
@@ -323,4 +328,5 @@ class AttnRes(SourceBank):
         if self.config.count_prior is None:
             return None
         parameters = self._site(site)
-        return parameters.counts.log() * (self.config.count_prior if parameters.count_prior is None else parameters.count_prior)
+        strength = self.config.count_prior if parameters.count_prior is None else parameters.count_prior
+        return parameters.counts.to(parameters.query.dtype).log() * strength

@@ -74,7 +74,7 @@ class Connection(nn.Module):
             parameter[:, -1] = 1.0
 
     def forward(self, newest: Tensor) -> Tensor:
-        hidden = F.gelu(F.linear(rms(newest, EPS), self.hidden.T))  # the large product, in the dtype of the body's
+        hidden = F.gelu(F.linear(rms(newest, EPS).to(self.hidden.dtype), self.hidden.T))  # the large product, in the dtype of the body's
         dynamic = exact_linear(hidden.to(self.bias.dtype), self.output)
         return dynamic.view(*newest.shape[:-1], self.ways, self.sources) + self.bias
 

@@ -1,0 +1,153 @@
+"""A trained run as a folder that transformers loads."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from depthroute.common.errors import FailureError, RequestError, choose
+from depthroute.common.files import new_folder, read_json, write_json, write_text
+from depthroute.data import TokenDataset
+from depthroute.data.tokenizer import EOS, PAD, SPECIAL_TOKENS, TextTokenizer
+from depthroute.hf.bundle import MODELLING_FILE
+from depthroute.hf.configuration import DepthrouteConfig
+from depthroute.hf.modelling import ROUTE_QUERIES, DepthrouteForCausalLM
+from depthroute.model import Decoder
+from depthroute.train import load_trained
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SHARD = "5GB"
+TOLERANCE = 1e-9  # of the largest logit, in float64
+# Text that a tokenizer must not take for anything else than text.
+PROBES = ("a b  c\n\td\u00e9f \u4e2d", " ".join(SPECIAL_TOKENS), "x<eos>y", "")
+
+
+def export_hf(run: Path, out: Path, *, dtype: Dtype | None = None, card: str = "") -> dict[str, Any]:
+    """Write a run as a folder for transformers: configuration, weights, tokenizer, generation settings, `card` as README.md, and the
+    self-contained modelling file.
+
+    Before the folder gets its name it is loaded by that file, and its logits are compared with the run's own in float64.
+
+    Args:
+        run: a run folder with a checkpoint, or one checkpoint of a run. The data that it names must be there, for the tokenizer.
+        dtype: that of the stored weights; route queries stay float32. None: the run's, float32.
+
+    Returns:
+        `parameters`, `dtype`, and `logits_max_difference` beside `logits_max`.
+
+    Raises:
+        RequestError: no run, no checkpoint, no data, or a folder that is not empty.
+        FailureError: a damaged checkpoint, a full disk, or logits or tokens that differ.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise RequestError(choose("dtype", dtype, DTYPES))
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RequestError(f"{out} is there already and no empty folder; choose another one.")
+    config, decoder = load_trained(run)
+    data = TokenDataset.open(Path(config.data))
+    if data.vocabulary > decoder.config.vocabulary:
+        raise RequestError(f"the tokenizer in {config.data} has {data.vocabulary} ids and the model {decoder.config.vocabulary}.")
+    with new_folder(out) as folder:
+        ids = write_tokenizer(data.tokenizer(), folder, decoder.config.context)
+        model = around(decoder, **ids)
+        cast(model, DTYPES[dtype or "float32"])
+        model.save_pretrained(folder, max_shard_size=SHARD)
+        if card:
+            write_text(folder / "README.md", card)
+        found = _verified(decoder, folder)
+    return {"parameters": model.num_parameters(), "dtype": dtype or "float32", **found}
+
+
+def around(decoder: Decoder, **token_ids: int) -> DepthrouteForCausalLM:
+    """A decoder as a model of transformers; the two share their parameters. `token_ids`: `pad_token_id`, `bos_token_id`, `eos_token_id`."""
+    with torch.device("meta"):
+        model = DepthrouteForCausalLM(DepthrouteConfig(decoder.config, **token_ids))  # type: ignore[arg-type]
+    model.decoder = decoder
+    model.train(decoder.training)
+    return model
+
+
+@torch.no_grad()
+def cast(model: DepthrouteForCausalLM, dtype: torch.dtype) -> None:
+    """Give the parameters a dtype, in place, as `from_pretrained` would: in half precision the route queries stay float32."""
+    for name, parameter in model.named_parameters():
+        kept = dtype in (torch.bfloat16, torch.float16) and ROUTE_QUERIES.search(name)
+        parameter.data = parameter.data.to(torch.float32 if kept else dtype)
+    model.config.dtype = dtype
+
+
+def write_tokenizer(ours: TextTokenizer, folder: Path, context: int) -> dict[str, int]:
+    """The files from which `AutoTokenizer` makes a tokenizer that gives a text the same ids, and the ids that a model must know.
+
+    A text begins where another ended, so the token for its beginning is the one that ends documents: no other was seen in training.
+
+    Raises:
+        FailureError: the ids differ.
+    """
+    path = folder / "tokenizer.json"
+    ours.save(path)
+    write_json(path, {**read_json(path), "post_processor": None})  # nothing is put around a text
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_file=str(path),
+        split_special_tokens=True,  # what looks like a special token in a text is text
+        clean_up_tokenization_spaces=False,
+        model_max_length=context,
+        padding_side="left",
+    )
+    end = str(fast.convert_ids_to_tokens(ours.end))
+    trained_here = ours.end == EOS and fast.convert_ids_to_tokens(list(range(len(SPECIAL_TOKENS)))) == list(SPECIAL_TOKENS)
+    pad = PAD if trained_here else ours.end
+    fast.add_special_tokens({"pad_token": fast.convert_ids_to_tokens(pad), "bos_token": end, "eos_token": end})
+    fast.save_pretrained(folder)
+    theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    for text in (*PROBES, f"a{end}b", end):
+        if (found := theirs(text)["input_ids"]) != (expected := ours.encode(text)):
+            raise FailureError(f"the exported tokenizer gives {text!r} the ids {found}, not {expected}; report this as a bug.")
+    return {"pad_token_id": pad, "bos_token_id": ours.end, "eos_token_id": ours.end}
+
+
+@torch.no_grad()
+def _verified(decoder: Decoder, folder: Path) -> dict[str, float]:
+    """Logits of the folder, loaded by its own modelling file, beside those of the decoder, in float64."""
+    config = decoder.config
+    tokens = torch.randint(config.vocabulary, (2, min(config.context, 64)), generator=torch.Generator().manual_seed(0))
+    expected = copy.deepcopy(decoder).double().eval().logits(tokens)
+    with modelling_class(folder) as written:
+        model = written.from_pretrained(folder, dtype=torch.float64, local_files_only=True).eval()
+        logits: Tensor = model(tokens, use_cache=False).logits
+    difference, largest = (logits - expected).abs().max().item(), expected.abs().max().item()
+    if not difference <= TOLERANCE * largest:
+        raise FailureError(f"the exported logits differ by {difference:.1e} of {largest:.1e} in float64; report this as a bug.")
+    return {"logits_max_difference": difference, "logits_max": largest}
+
+
+def quiet() -> None:
+    """No progress bars and no advice of transformers, for commands."""
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def modelling_class(folder: Path) -> Iterator[Any]:
+    """The model class of a folder's own modelling file, without the copy that transformers would keep in its cache."""
+    name = f"depthroute_exported_{id(folder):x}"
+    spec = importlib.util.spec_from_file_location(name, folder / MODELLING_FILE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+        yield module.DepthrouteForCausalLM
+    finally:
+        del sys.modules[name]

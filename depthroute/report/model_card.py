@@ -1,0 +1,195 @@
+"""The model card of an exported run, from what its own files say. What they do not say is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from depthroute import __version__
+from depthroute.common.errors import RequestError
+from depthroute.common.files import read_json, read_json_lines
+from depthroute.model import ModelConfig
+from depthroute.residual import SPECIFICATIONS, AttnResConfig, Method, ResidualConfig
+from depthroute.residual.bank import BLOCK_FIELDS
+from depthroute.train import RunConfig, recorded_config
+
+SMALL = 10**9  # parameters
+PAPERS = {
+    "Kimi Team 2026": "Kimi Team, Attention Residuals, 2026, arXiv 2603.15031",
+    "Su 2026": "Su, Low-Rank Attention Residuals, 2026, arXiv 2607.09694",
+    "RD-AttnRes": "Role-Decoupled Attention Residuals, 2026",
+}
+
+
+def model_card(run: Path) -> str:
+    """README.md in the form of the Hugging Face hub: what the model is, how it was trained, what was measured, how to load it.
+
+    Raises:
+        RequestError: `run` is no run folder.
+    """
+    config = recorded_config(run)
+    if config is None:
+        raise RequestError(f"{run} is not a run folder: it has no config.json.")
+    environment, result = _read(run / "environment.json"), _read(run / "result.json")
+    data = environment.get("data") or {}
+    evaluations = [line for line in read_json_lines(run / "evaluations.jsonl") if isinstance(line, dict)]
+    method = method_of(config.model.residual)
+    label = method.label if method is not None else config.model.residual.name
+    sections = [
+        _front_matter(method, evaluations),
+        f"# A decoder with {label}",
+        "Exported by depthroute, a library for learned routing over depth in place of the fixed residual sum of a Transformer.",
+        "## What it is\n\n" + _rows(_shape(config.model, method, result)),
+        "## How it was trained\n\n" + _rows(_training(config, environment, data, evaluations)),
+        _measured(evaluations, data, result),
+        _LOADING,
+        "## Limits\n\n" + "\n".join(f"- {line}" for line in _limits(config, result)),
+        "## References\n\n" + "\n".join(f"- {line}" for line in _references(config.model.residual, method)),
+    ]
+    return "\n\n".join(section.rstrip() for section in sections if section) + "\n"
+
+
+def method_of(residual: ResidualConfig) -> Method | None:
+    """The row of the table of methods that a configuration is of, or is nearest to; None for a method that is not registered."""
+    named = {field.name for field in dataclasses.fields(residual)}
+    base = AttnResConfig(**{name: getattr(residual, name) for name in (BLOCK_FIELDS | {"rank"}) & named})
+
+    def distance(method: Method) -> int:
+        """In fields, that of its size left out."""
+        row = method.configure(base)
+        return sum(getattr(row, name) != getattr(residual, name) for name in named - {method.size})
+
+    alike = [method for method in SPECIFICATIONS.values() if type(method.configure(base)) is type(residual)]
+    return min(alike, key=distance, default=None)
+
+
+def _front_matter(method: Method | None, evaluations: list[dict[str, Any]]) -> str:
+    tags = ["depthroute", "depth-routing", *([method.name] if method is not None else [])]
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", *(f"- {tag}" for tag in tags)]
+    if evaluations:
+        lines += ["metrics:", "- perplexity"]
+    return "\n".join([*lines, "---"])
+
+
+def _shape(model: ModelConfig, method: Method | None, result: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    yield "Kind", "decoder-only Transformer: RMSNorm, rotary positions, SwiGLU"
+    yield "Layers, width", f"{model.layers}, {model.width:,}"
+    groups = model.resolved_key_value_heads
+    yield "Attention heads", f"{model.heads}" + (f", {groups} for keys and values" if groups != model.heads else "")
+    if model.attention_window is not None:
+        yield "Attention window", f"{model.attention_window:,} tokens"
+    yield "MLP width", f"{model.mlp_width:,}"
+    yield "Vocabulary, context", f"{model.vocabulary:,}, {model.context:,} tokens"
+    counts = result.get("parameters") or {}
+    if counts:
+        yield "Parameters", f"{counts['total']:,}, of which {counts['residual']:,} are the residual method's"
+    yield "Residual method", model.residual.describe()
+    if method is not None:
+        yield "Equation", f"`{method.equation}`"
+        yield "Paper", method.paper
+
+
+def _training(
+    config: RunConfig, environment: dict[str, Any], data: dict[str, Any], evaluations: list[dict[str, Any]]
+) -> Iterable[tuple[str, str]]:
+    train = config.train
+    step = max((line["step"] for line in evaluations), default=None)
+    corpus = (data.get("corpus") or {}).get("name")
+    if corpus:
+        yield "Data", f"`{corpus}`"
+    if config.data_fingerprint:
+        yield "Data fingerprint", f"`{config.data_fingerprint}`"
+    if step is not None:
+        yield "Steps, tokens", f"{step:,} of {train.steps:,}, {step * config.tokens_per_step:,}"
+    yield "Batch", f"{train.sequences:,} sequences of {config.model.context:,} tokens"
+    yield "Optimiser", f"AdamW, betas {train.betas[0]:g} and {train.betas[1]:g}, eps {train.eps:g}, weight decay {train.weight_decay:g}"
+    rate = f"{train.learning_rate:g} at its peak, {train.schedule}, {train.steps_of_warmup:,} steps of warm-up"
+    yield "Learning rate", rate + (f"; times {train.route_rate:g} for the residual method" if train.route_rate != 1 else "")
+    yield "Precision, seed", f"{train.precision}, {train.seed}"
+    machine = environment.get("gpu") or environment.get("processor")
+    if machine:
+        yield "Machine", str(machine)
+    versions = environment.get("packages") or {}
+    if versions:
+        yield "Versions", ", ".join(f"{name} {version}" for name, version in versions.items())
+    yield "Made with", f"depthroute {__version__}"
+
+
+def _measured(evaluations: list[dict[str, Any]], data: dict[str, Any], result: dict[str, Any]) -> str:
+    if not evaluations:
+        return ""
+    last = max(line["step"] for line in evaluations)
+    lines = [line for line in evaluations if line["step"] == last]
+    bytes_per_token = _bytes_per_token(data)
+    columns = ["Split", "Nats per token", "Perplexity", "Tokens"]
+    accuracy = any("accuracy" in line for line in lines)
+    rows = []
+    for line in lines:
+        of_split = bytes_per_token if line["split"] == "validation" else None
+        row = [str(line["split"]), f"{line['nll']:.4f}", f"{line['perplexity']:.2f}", f"{line['evaluated_tokens']:,}"]
+        row.append(f"{line['nll'] / math.log(2) / of_split:.4f}" if of_split else "")
+        row.append(f"{line['accuracy']:.3f}" if "accuracy" in line else "")
+        rows.append(row)
+    columns += ["Bits per byte", "Accuracy"]
+    kept = [index for index, name in enumerate(columns) if not (name == "Accuracy" and not accuracy) and any(row[index] for row in rows)]
+    table = [[row[index] for index in kept] for row in [columns, ["---"] * len(columns), *rows]]
+    text = "\n".join(f"| {' | '.join(row)} |" for row in table)
+    note = f"On held-out text, after step {last:,}."
+    if bytes_per_token:
+        note += " Bits per byte use the bytes and tokens of the whole validation split."
+    if not result:
+        note += " The training had not ended."
+    return f"## What was measured\n\n{note}\n\n{text}"
+
+
+def _limits(config: RunConfig, result: dict[str, Any]) -> Iterable[str]:
+    total = (result.get("parameters") or {}).get("total")
+    if total is not None and total < SMALL:
+        yield f"A small model, with {total:,} parameters: for experiments with the method, not for use."
+    if result:
+        yield "Its training was the prediction of the next token on the data above, nothing else: it follows no instructions."
+    yield "Nothing was done to make what it writes true or safe, and nothing beyond the numbers above was measured."
+    yield f"It was configured for sequences of {config.model.context:,} tokens; longer ones are positions that it has not met."
+
+
+def _bytes_per_token(data: dict[str, Any]) -> float | None:
+    split = (data.get("splits") or {}).get("validation") or {}
+    return split["bytes"] / split["tokens"] if split.get("bytes") and split.get("tokens") else None
+
+
+def _references(residual: ResidualConfig, method: Method | None) -> Iterable[str]:
+    if method is None:
+        yield f"Residual method `{residual.name}`"
+        return
+    known = [line for name, line in PAPERS.items() if method.paper.startswith(name)]
+    yield known[0] if known else method.paper
+    if isinstance(residual, AttnResConfig) and not method.paper.startswith("Kimi Team 2026"):
+        yield PAPERS["Kimi Team 2026"]
+
+
+def _rows(facts: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in facts)])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    value = read_json(path) if path.exists() else {}
+    return value if isinstance(value, dict) else {}
+
+
+_LOADING = """## How to load it
+
+Without depthroute, by the modelling file in this folder (plain PyTorch):
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("PATH", trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)
+inputs = tokenizer("Once", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0], skip_special_tokens=True))
+```
+
+With depthroute installed, by its own code and its kernels: `import depthroute.hf`, and leave `trust_remote_code` out."""
