@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -48,6 +49,10 @@ def main(arguments: Sequence[str]) -> None:
     options = read(Options, "adopt", arguments)
     from depthroute.convert.adopt import adopt_checkpoint, adopted_routing
 
+    with suppress(ImportError):  # without transformers there is nothing to compare with, and nothing to silence
+        from depthroute.hf.export import quiet
+
+        quiet()
     residual = adopted_routing(options.residual, role_decoupled=options.role_decoupled, rank=options.rank)
     found = adopt_checkpoint(
         options.source, options.out, residual=residual, data=options.data, settings=changes(options.set), dtype=options.dtype,

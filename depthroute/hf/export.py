@@ -65,6 +65,8 @@ def export_hf(run: Path, out: Path, *, dtype: Dtype | None = None, card: str = "
         model.save_pretrained(folder, max_shard_size=SHARD)
         if card:
             write_text(folder / "README.md", card)
+        for path in folder.iterdir():
+            path.chmod(0o644)  # weights are written as a private file
         found = _verified(decoder, folder)
     return {"parameters": model.num_parameters(), "dtype": dtype or "float32", **found}
 

@@ -78,6 +78,21 @@ static inline float TYPED(dot)(const TYPE *k, const float *q, i64 width) {
   return total;
 }
 
+/* Of 16 columns of `count` rows, `stride` apart. Four sums, since one would wait for itself. */
+static inline f32x16 TYPED(mixture)(const TYPE *rows, const float *weights, i64 count, i64 stride) {
+  f32x16 a = {0}, b = {0}, c = {0}, d = {0};
+  i64 t = 0;
+  for (; t + 4 <= count; t += 4) {
+    const TYPE *row = rows + t * stride;
+    a += LOAD(row) * weights[t];
+    b += LOAD(row + stride) * weights[t + 1];
+    c += LOAD(row + 2 * stride) * weights[t + 2];
+    d += LOAD(row + 3 * stride) * weights[t + 3];
+  }
+  for (; t < count; t++) a += LOAD(rows + t * stride) * weights[t];
+  return (a + b) + (c + d);
+}
+
 /* A head as attention takes it: normalised where there is a gain, rotated, rounded. */
 static void TYPED(turned)(const TYPE *given, const void *gain, const struct attention *a, i64 row, float *out) {
   const i64 width = a->width, half = width / 2;
@@ -122,12 +137,12 @@ void TYPED(attention)(const struct attention *a) {
         total += sum_f32(e);
       }
       for (; t < seen; t++) total += p[t] = exp_f32x16((f32x16){0} + (p[t] - largest))[0];
-      memset(mixed, 0, sizeof mixed);
-      for (t = 0; t < seen; t++) {
-        const TYPE *v = values + (from + t) * width;
-        i64 i = 0;
-        for (; i + 16 <= width; i += 16) store_f32(mixed + i, load_f32(mixed + i) + LOAD(v + i) * p[t]);
-        for (; i < width; i++) mixed[i] += FROM(v[i]) * p[t];
+      const TYPE *v = values + from * width;
+      i64 i = 0;
+      for (; i + 16 <= width; i += 16) store_f32(mixed + i, TYPED(mixture)(v + i, p, seen, width));
+      for (; i < width; i++) {
+        mixed[i] = 0;
+        for (t = 0; t < seen; t++) mixed[i] += FROM(v[t * width + i]) * p[t];
       }
       TYPE *out = (TYPE *)a->out + (row * a->heads + h) * width;
       for (i64 i = 0; i < width; i++) out[i] = TO(mixed[i] / total);
