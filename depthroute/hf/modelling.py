@@ -115,8 +115,10 @@ class DepthrouteForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[n
 
     def _cache(self, cache: Any, use_cache: bool | None) -> Any:
         """The cache of this pass: the given one, a new one where one is wanted, or None."""
-        wanted = use_cache if use_cache is not None else cache is not None or (self.config.use_cache and not self.training)
-        if not wanted or self._recomputes:
+        if cache is not None and self._recomputes:
+            raise RequestError("a cache and gradient checkpointing exclude each other; leave the cache out, or call model.eval().")
+        wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
+        if cache is None and (self._recomputes or not wanted):  # a cache that is given is used, whatever use_cache says
             return None
         if not self.decoder.residual.per_token:
             raise RequestError("this residual method looks at several tokens at once, so nothing can be cached; set use_cache=False.")

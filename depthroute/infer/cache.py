@@ -34,7 +34,7 @@ class KeyValueCache:
             if layers:
                 shape = (rows, config.resolved_key_value_heads, config.resolved_head_width)
                 self._parts[name] = _Part(layers, span, shape, like, room)
-        self._device = like.device
+        self.rows, self._device = rows, like.device
         self.tokens = 0  # in every row, padding counted
         self._padding: Tensor | None = None  # int64 [B], where rows have different lengths
 
@@ -83,6 +83,7 @@ class KeyValueCache:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows, in this order."""
+        self.rows = len(rows)
         for part in self._parts.values():
             part.keep(rows)
         if self._padding is not None:

@@ -15,13 +15,16 @@ from depthroute.infer.cache import KeyValueCache
 from depthroute.model import Decoder
 from depthroute.model.attention import Attention, one_input
 from depthroute.model.layers import MLP, Layer
-from depthroute.model.linear import Projection, watched_module
+from depthroute.model.linear import Projection, TokenEmbedding, watched_module
 from depthroute.ops import steps
 from depthroute.residual import InPlace, Residual, RMSNorm, RoleInputs
 
 
 class DecodingProgram:
-    """A step of decoding for `rows` texts whose keys and values are in `cache`, as long as its buffers stay where they are."""
+    """A step of decoding for the texts whose keys and values are in `cache`, as long as its buffers stay where they are.
+
+    Whether a module is watched is asked once: hooks are set before the prompts are read.
+    """
 
     @staticmethod
     def serves(model: Decoder, routing: InPlace, rows: int) -> bool:
@@ -34,8 +37,9 @@ class DecodingProgram:
             return False
         return _plain(model, weight.dtype) and all(_steps_of(layer, routing, 2 * number) for number, layer in enumerate(model.layers))
 
-    def __init__(self, model: Decoder, routing: InPlace, cache: KeyValueCache, rows: int) -> None:
-        self._model, self._cache, self._rows = model, cache, rows
+    def __init__(self, model: Decoder, routing: InPlace, cache: KeyValueCache) -> None:
+        self._model, self._cache, self._rows = model, cache, cache.rows
+        rows = cache.rows
         config, like = model.config, model.embedding.weight
         self._width = config.resolved_head_width
         self._ids = torch.zeros(rows, dtype=torch.int64)
@@ -117,7 +121,7 @@ def _plain(model: Decoder, dtype: torch.dtype) -> bool:
             continue
         if watched_module(module):
             return False
-        if list(module.parameters(recurse=False)) and not isinstance(module, Projection | RMSNorm | nn.Embedding):
+        if list(module.parameters(recurse=False)) and type(module) not in (Projection, RMSNorm, TokenEmbedding):
             return False
         for parameter in module.parameters(recurse=False):
             if type(parameter) is not nn.Parameter or parameter.dtype != dtype or not parameter.is_contiguous():

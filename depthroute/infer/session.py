@@ -17,6 +17,7 @@ from depthroute.common.errors import RequestError
 from depthroute.infer.cache import KeyValueCache
 from depthroute.infer.program import DecodingProgram
 from depthroute.model import Decoder
+from depthroute.ops import watched
 from depthroute.residual import InPlace, Routing
 
 CHUNK = 256  # tokens
@@ -41,11 +42,12 @@ class Session:
             )
         if chunk < 1:
             raise RequestError(f"chunk = {chunk} is not allowed; it takes 1 token or more.")
-        self.model = model.eval()
+        self.model = model
         self._chunk = min(chunk, model.config.context)
         self._cache: KeyValueCache | None = None
-        self._routing: tuple[torch.Size, Routing] | None = None
+        self._routing: tuple[tuple[object, ...], Routing] | None = None
         self._program: tuple[int, DecodingProgram | None] | None = None
+        self._weights: tuple[object, ...] = ()
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Begin with these token ids; the logits behind each prompt, [B, V] in at least float32.
@@ -66,6 +68,7 @@ class Session:
         padding = [longest - len(prompt) for prompt in prompts]
         tokens = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)], device=weight.device)
         self._routing = self._program = None  # the weights may have changed
+        self._weights = _identity(self.model)
         self._cache = KeyValueCache(self.model.config, len(prompts), weight, room=longest + 1)
         for start in range(0, longest, self._chunk):
             hidden = self._pass(tokens[:, start : start + self._chunk], padding if start == 0 else None)
@@ -75,15 +78,29 @@ class Session:
         """Go on with one token a row, int64 [B]; the logits behind it, [B, V].
 
         Raises:
-            RequestError: nothing was begun.
+            RequestError: nothing was begun; tokens of another shape or dtype, or not in the vocabulary; or a model whose weights were moved
+                or cast since `prefill`.
         """
-        program = self._prepared(len(tokens))
+        rows, vocabulary = self._begun().rows, self.model.config.vocabulary
+        if tokens.dtype != torch.int64 or tokens.shape != (rows,):
+            raise RequestError(f"a step takes int64 tokens [{rows}], one a row, not {tokens.dtype} {list(tokens.shape)}.")
+        if tokens.device.type == "cpu" and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+            raise RequestError(f"a step has token ids {tokens.tolist()}; this model has 0 to {vocabulary - 1}.")
+        if self._weights != _identity(self.model):
+            raise RequestError("the model was cast or moved since its prompts were read; call prefill again.")
+        program = self._prepared(rows)
         return self._logits(self._pass(tokens[:, None], None)) if program is None else program(tokens)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows of the batch, in this order."""
-        if self._cache is not None:
-            self._cache.keep(rows)
+        """Go on with these rows of the batch, at least one, in this order; a row may come more than once.
+
+        Raises:
+            RequestError: nothing was begun, or rows that the batch does not have.
+        """
+        there = self._begun().rows
+        if not len(rows) or any(type(row) is not int or not 0 <= row < there for row in rows):
+            raise RequestError(f"rows = {list(rows)} is not allowed; the batch has the rows 0 to {there - 1}, and at least one is kept.")
+        self._begun().keep(rows)
 
     @property
     def cache_bytes(self) -> int:
@@ -104,22 +121,25 @@ class Session:
         return self.model.connect(embedding, sight, routing)[:, -1]
 
     def _routing_of(self, embedding: Tensor) -> Routing:
-        if self._routing is None or self._routing[0] != embedding.shape:
-            self._routing = (embedding.shape, self.model.residual.decoding(embedding))
+        kind = (embedding.shape, embedding.dtype)
+        if self._routing is None or self._routing[0] != kind:
+            self._routing = (kind, self.model.residual.decoding(embedding))
         return self._routing[1]
 
     @torch.no_grad()
     def _prepared(self, rows: int) -> DecodingProgram | None:
-        """The program of a step, made anew where the cache has moved."""
+        """The program of a step, made anew where the cache has moved; None where there is none, or somebody watches what is computed."""
         cache = self._begun()
         cache.reserve(1)
+        if watched(()) or torch.is_autocast_enabled("cpu"):
+            return None
         if self._program is not None and self._program[0] == cache.moved:
             return self._program[1]
         weight = self.model.embedding.weight
         routing = self._routing_of(weight.new_empty(rows, 1, weight.shape[1]))
         program = None
         if isinstance(routing, InPlace) and DecodingProgram.serves(self.model, routing, rows):
-            program = DecodingProgram(self.model, routing, cache, rows)
+            program = DecodingProgram(self.model, routing, cache)
         self._program = (cache.moved, program)
         return program
 
@@ -131,3 +151,9 @@ class Session:
     @torch.no_grad()
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.model.unembed(hidden)
+
+
+def _identity(model: Decoder) -> tuple[object, ...]:
+    """Where the first weight is and what it is, which casting and moving change."""
+    weight = model.embedding.weight
+    return (weight.data_ptr(), weight.dtype, weight.device)

@@ -89,7 +89,7 @@ class Rotary(nn.Module):
         self.exact = torch.float64 if precision == "float64" else torch.float32
         self.scaling = scaling
         for name in ("cos", "sin"):
-            self.register_buffer(name, torch.empty(context, head_width // 2), persistent=False)
+            self.register_buffer(name, torch.empty(context, head_width // 2, dtype=torch.float32), persistent=False)
         self.reset_buffers()
 
     def reset_buffers(self) -> None:

@@ -8,6 +8,7 @@ from depthroute.ops.native import missing as kernel_unavailable
 from depthroute.ops.prepared import PreparedRead, can_prepare
 from depthroute.ops.registry import automatic as automatic_backend
 from depthroute.ops.thin import linear, linears
+from depthroute.ops.watched import watched
 
 __all__ = [
     "DepthRead",
@@ -19,5 +20,6 @@ __all__ = [
     "kernel_unavailable",
     "linear",
     "linears",
+    "watched",
     "weighted_sum",
 ]

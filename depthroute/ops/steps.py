@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from depthroute.ops.build import library
 
@@ -24,11 +25,15 @@ _KINDS = {"store": 0, "add": 1, "swiglu": 2}
 
 
 class Step:
-    """A function of the library and its structure of arguments. `kept`: the tensors behind the addresses."""
+    """A function of the library and its structure of arguments.
+
+    `kept`: what is behind the addresses. Of tensors the storage is kept: a parameter that is cast would let go of it.
+    """
 
     def __init__(self, function: str, arguments: ctypes.Structure, kept: object) -> None:
         self._function = getattr(library(), function)
-        self.arguments, self._kept = arguments, kept
+        self.arguments = arguments
+        self._kept = pytree.tree_map(lambda one: one.detach() if isinstance(one, Tensor) else one, kept)
 
     @property
     def address(self) -> int | None:

@@ -65,7 +65,8 @@ void TYPED(product)(const struct product *a) {
     case 5: TYPED(product_rows)(5, a, x); break;
     case 6: TYPED(product_rows)(6, a, x); break;
     case 7: TYPED(product_rows)(7, a, x); break;
-    default: TYPED(product_rows)(MOST_ROWS, a, x); break;
+    case MOST_ROWS: TYPED(product_rows)(MOST_ROWS, a, x); break;
+    default: break;
   }
 }
 

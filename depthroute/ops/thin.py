@@ -35,9 +35,13 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
 
 
 def _serves(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.device.type != "cpu" or x.dtype not in SUFFIXES:
-        return False
-    if not 0 < x.numel() <= most_rows() * x.shape[-1] or torch.is_autocast_enabled("cpu"):
-        return False
     parts = [*weights, *(bias for bias in biases if bias is not None)]
-    return not watched((x, *parts)) and all(part.dtype == x.dtype and part.device == x.device and part.is_contiguous() for part in parts)
+    if torch.is_grad_enabled() or watched((x, *parts)) or x.device.type != "cpu" or x.dtype not in SUFFIXES:
+        return False
+    inputs = x.shape[-1]
+    if not 0 < x.numel() <= most_rows() * inputs or torch.is_autocast_enabled("cpu"):
+        return False
+    for weight, bias in zip(weights, biases, strict=True):
+        if weight.ndim != 2 or weight.shape[1] != inputs or (bias is not None and bias.shape != weight.shape[:1]):
+            return False  # the usual product says what is wrong
+    return all(part.dtype == x.dtype and part.device == x.device and part.is_contiguous() for part in parts)

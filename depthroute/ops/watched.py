@@ -11,9 +11,11 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def watched(tensors: Iterable[Tensor]) -> bool:
-    """A compiler, a mode, a transform, a profiler, or a tensor of another kind among `tensors`."""
+    """A compiler, a tracer, a mode, a transform, a profiler, or a tensor of another kind among `tensors`."""
     return (
         torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd.forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from depthroute import __version__
-from depthroute.common.errors import RequestError
 from depthroute.common.files import read_json, read_json_lines
 from depthroute.model import ModelConfig
 from depthroute.residual import SPECIFICATIONS, AttnResConfig, Method, ResidualConfig
 from depthroute.residual.bank import BLOCK_FIELDS
-from depthroute.train import RunConfig, recorded_config
+from depthroute.train import RunConfig
+from depthroute.train.run_folder import root_of, run_and_checkpoint
 
 SMALL = 10**9  # parameters
 PAPERS = {
@@ -24,29 +24,31 @@ PAPERS = {
 }
 
 
-def model_card(run: Path) -> str:
+def model_card(path: Path) -> str:
     """README.md in the form of the Hugging Face hub: what the model is, how it was trained, what was measured, how to load it.
 
+    `path`: a run folder, of whose last checkpoint the card is, or one of its checkpoint folders.
+
     Raises:
-        RequestError: `run` is no run folder.
+        RequestError: it is neither, or has no checkpoint.
     """
-    config = recorded_config(run)
-    if config is None:
-        raise RequestError(f"{run} is not a run folder: it has no config.json.")
-    environment, result = _read(run / "environment.json"), _read(run / "result.json")
+    (config, checkpoint), run = run_and_checkpoint(path), root_of(path)
+    step = int(_read(checkpoint / "state.json")["step"])
+    environment, result, adoption = (_read(run / f"{name}.json") for name in ("environment", "result", "adoption"))
     data = environment.get("data") or {}
-    evaluations = [line for line in read_json_lines(run / "evaluations.jsonl") if isinstance(line, dict)]
+    lines = [line for line in read_json_lines(run / "evaluations.jsonl") if isinstance(line, dict)]
+    evaluations = [line for line in lines if line["step"] <= step]  # a killed run may have gone on behind its checkpoint
     method = method_of(config.model.residual)
     label = method.label if method is not None else config.model.residual.name
     sections = [
         _front_matter(method, evaluations),
         f"# A decoder with {label}",
         "Exported by depthroute, a library for learned routing over depth in place of the fixed residual sum of a Transformer.",
-        "## What it is\n\n" + _rows(_shape(config.model, method, result)),
-        "## How it was trained\n\n" + _rows(_training(config, environment, data, evaluations)),
-        _measured(evaluations, data, result),
+        "## What it is\n\n" + _rows(_shape(config.model, method, result, adoption)),
+        f"## How it was trained{' on' if adoption else ''}\n\n" + _rows(_training(config, environment, data, step)),
+        _measured(evaluations, data, step, config),
         _LOADING,
-        "## Limits\n\n" + "\n".join(f"- {line}" for line in _limits(config, result)),
+        "## Limits\n\n" + "\n".join(f"- {line}" for line in _limits(config, result, adoption, step)),
         "## References\n\n" + "\n".join(f"- {line}" for line in _references(config.model.residual, method)),
     ]
     return "\n\n".join(section.rstrip() for section in sections if section) + "\n"
@@ -74,8 +76,11 @@ def _front_matter(method: Method | None, evaluations: list[dict[str, Any]]) -> s
     return "\n".join([*lines, "---"])
 
 
-def _shape(model: ModelConfig, method: Method | None, result: dict[str, Any]) -> Iterable[tuple[str, str]]:
+def _shape(model: ModelConfig, method: Method | None, result: dict[str, Any], adoption: dict[str, Any]) -> Iterable[tuple[str, str]]:
     yield "Kind", "decoder-only Transformer: RMSNorm, rotary positions, SwiGLU"
+    if adoption:
+        source = adoption.get("source") or {}
+        yield "Made of", f"a checkpoint of {', '.join(source.get('architectures') or [str(adoption.get('layout'))])}"
     yield "Layers, width", f"{model.layers}, {model.width:,}"
     groups = model.resolved_key_value_heads
     yield "Attention heads", f"{model.heads}" + (f", {groups} for keys and values" if groups != model.heads else "")
@@ -92,18 +97,14 @@ def _shape(model: ModelConfig, method: Method | None, result: dict[str, Any]) ->
         yield "Paper", method.paper
 
 
-def _training(
-    config: RunConfig, environment: dict[str, Any], data: dict[str, Any], evaluations: list[dict[str, Any]]
-) -> Iterable[tuple[str, str]]:
+def _training(config: RunConfig, environment: dict[str, Any], data: dict[str, Any], step: int) -> Iterable[tuple[str, str]]:
     train = config.train
-    step = max((line["step"] for line in evaluations), default=None)
     corpus = (data.get("corpus") or {}).get("name")
     if corpus:
         yield "Data", f"`{corpus}`"
     if config.data_fingerprint:
         yield "Data fingerprint", f"`{config.data_fingerprint}`"
-    if step is not None:
-        yield "Steps, tokens", f"{step:,} of {train.steps:,}, {step * config.tokens_per_step:,}"
+    yield "Steps, tokens", f"{step:,} of {train.steps:,}, {step * config.tokens_per_step:,}"
     yield "Batch", f"{train.sequences:,} sequences of {config.model.context:,} tokens"
     yield "Optimiser", f"AdamW, betas {train.betas[0]:g} and {train.betas[1]:g}, eps {train.eps:g}, weight decay {train.weight_decay:g}"
     rate = f"{train.learning_rate:g} at its peak, {train.schedule}, {train.steps_of_warmup:,} steps of warm-up"
@@ -118,7 +119,7 @@ def _training(
     yield "Made with", f"depthroute {__version__}"
 
 
-def _measured(evaluations: list[dict[str, Any]], data: dict[str, Any], result: dict[str, Any]) -> str:
+def _measured(evaluations: list[dict[str, Any]], data: dict[str, Any], step: int, config: RunConfig) -> str:
     if not evaluations:
         return ""
     last = max(line["step"] for line in evaluations)
@@ -137,22 +138,28 @@ def _measured(evaluations: list[dict[str, Any]], data: dict[str, Any], result: d
     kept = [index for index, name in enumerate(columns) if not (name == "Accuracy" and not accuracy) and any(row[index] for row in rows)]
     table = [[row[index] for index in kept] for row in [columns, ["---"] * len(columns), *rows]]
     text = "\n".join(f"| {' | '.join(row)} |" for row in table)
-    note = f"On held-out text, after step {last:,}."
+    note = f"On held-out text, after step {last:,}{'' if last == step else f', before these weights, which are those of step {step:,}'}."
     if bytes_per_token:
         note += " Bits per byte use the bytes and tokens of the whole validation split."
-    if not result:
+    if step < config.train.steps:
         note += " The training had not ended."
     return f"## What was measured\n\n{note}\n\n{text}"
 
 
-def _limits(config: RunConfig, result: dict[str, Any]) -> Iterable[str]:
+def _limits(config: RunConfig, result: dict[str, Any], adoption: dict[str, Any], step: int) -> Iterable[str]:
     total = (result.get("parameters") or {}).get("total")
     if total is not None and total < SMALL:
         yield f"A small model, with {total:,} parameters: for experiments with the method, not for use."
-    if result:
+    if adoption:
+        then = "the steps above came after" if step else "its logits are those of that model"
+        yield f"Its weights come from another model, whose training, licence and limits apply; {then}."
+    else:
         yield "Its training was the prediction of the next token on the data above, nothing else: it follows no instructions."
     yield "Nothing was done to make what it writes true or safe, and nothing beyond the numbers above was measured."
-    yield f"It was configured for sequences of {config.model.context:,} tokens; longer ones are positions that it has not met."
+    yield (
+        f"It was configured for sequences of {config.model.context:,} tokens; longer ones are positions that it has not met. The caches of "
+        "transformers do not slide: a token sees all before it."
+    )
 
 
 def _bytes_per_token(data: dict[str, Any]) -> float | None:

@@ -153,12 +153,42 @@ def test_the_card_says_what_the_run_says(trained_run: Path, exported: Path) -> N
     assert str(trained_run.parent) not in card
 
 
+def stopped(run: Path, folder: Path, step: int) -> Path:
+    """The run's configuration, with a checkpoint of an earlier step of which only the state is there."""
+    checkpoint = folder / "checkpoints" / f"step-{step:08d}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(json.dumps({"step": step}))
+    (folder / "config.json").write_text((run / "config.json").read_text())
+    return checkpoint
+
+
 def test_the_card_leaves_out_what_is_not_known(trained_run: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text((trained_run / "config.json").read_text())
+    stopped(trained_run, tmp_path, 3)
     card = model_card(tmp_path)
-    for words in ("What was measured", "Steps, tokens", "Machine", "Parameters", "metrics", "None"):
+    for words in ("What was measured", "Machine", "Parameters", "metrics", "None"):
         assert words not in card
-    assert "RD-AttnRes" in card
+    assert "RD-AttnRes" in card and "3 of 4, 192" in card
+
+
+def test_the_card_is_of_the_weights_that_are_exported(trained_run: Path, tmp_path: Path) -> None:
+    """Not of an evaluation that a killed run made behind its last checkpoint."""
+    checkpoint = stopped(trained_run, tmp_path, 3)
+    line = json.loads((trained_run / "evaluations.jsonl").read_text().splitlines()[-1])
+    found = [{**line, "step": step, "nll": 5.0 + step / 10} for step in (2, 4)]
+    (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(one) + "\n" for one in found))
+    card = model_card(tmp_path)
+    assert model_card(checkpoint) == card
+    assert "after step 2, before these weights, which are those of step 3. " in card and "The training had not ended" in card
+    assert "5.2000" in card and "5.4000" not in card and "3 of 4, 192" in card
+
+
+def test_the_card_of_an_adopted_checkpoint(trained_run: Path, tmp_path: Path) -> None:
+    stopped(trained_run, tmp_path, 3)
+    source = {"architectures": ["LlamaForCausalLM"], "folder": "/x"}
+    (tmp_path / "adoption.json").write_text(json.dumps({"layout": "Llama", "source": source}))
+    card = model_card(tmp_path)
+    assert "a checkpoint of LlamaForCausalLM" in card and "## How it was trained on" in card and "/x" not in card
+    assert "licence and limits apply; the steps above came after" in card and "nothing else" not in card
 
 
 def test_the_row_of_every_method_is_found() -> None:

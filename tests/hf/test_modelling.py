@@ -59,6 +59,18 @@ def test_a_cache_is_taken_under_both_names(make: MakeModel, tokens: Tensor, name
     assert len(model(tokens, use_cache=False)) == 1
 
 
+def test_a_given_cache_is_used_whatever_use_cache_says(make: MakeModel, tokens: Tensor) -> None:
+    """As transformers' own models do; without it the rest of a text would be read as if nothing had been before."""
+    model = make("rd")
+    expected = model(tokens).logits[:, 3:]
+    seen = model(tokens[:, :3], use_cache=True).past_key_values
+    torch.testing.assert_close(model(tokens[:, 3:], past_key_values=seen, use_cache=False).logits, expected, rtol=0, atol=1e-12)
+    seen = model(tokens[:, :3], use_cache=True).past_key_values
+    recompute(model.train(), "enable")
+    with pytest.raises(RequestError, match="a cache and gradient checkpointing exclude each other"):
+        model(tokens[:, 3:], past_key_values=seen)
+
+
 def test_some_positions_only(make: MakeModel, tokens: Tensor) -> None:
     model = make()
     whole = model(tokens).logits

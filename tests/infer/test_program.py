@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from depthroute.infer import Session
 from depthroute.model import Decoder
@@ -89,6 +90,20 @@ def test_what_has_no_program_decodes_without_one(residual: str, fields: dict[str
     assert not has_program(session)
     with torch.no_grad():
         torch.testing.assert_close(found[0], model.logits(torch.tensor([[*PROMPTS[0], 7]]))[0, -1], rtol=1e-4, atol=1e-4)
+
+
+def test_who_watches_sees_the_operators() -> None:
+    """A mode that counts arithmetic, and autocast, get the decoder's own modules."""
+    model = decoder("block:3", torch.float32)
+    session = Session(model)
+    session.prefill([PROMPTS[0]])
+    session.step(torch.tensor([7]))
+    assert has_program(session)
+    with FlopCounterMode(display=False) as counted:
+        session.step(torch.tensor([8]))
+    assert counted.get_total_flops() > 2 * sum(layer.mlp.up.weight.numel() for layer in model.layers)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert session.step(torch.tensor([8])).isfinite().all()
 
 
 def test_more_rows_than_a_step_takes() -> None:

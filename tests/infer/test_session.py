@@ -136,6 +136,45 @@ def test_new_weights_are_seen_by_the_next_prompt() -> None:
     assert (after - before).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_step_that_does_not_fit_is_refused_and_harms_nothing(dtype: torch.dtype) -> None:
+    """With a program there would be nobody else to notice: addresses are not checked."""
+    model = decoder("block:3", dtype)
+    session = Session(model)
+    session.prefill([[1, 2], [3]])
+    for tokens in (torch.tensor([1]), torch.tensor([1, 2, 3]), torch.tensor([[1, 2]]), torch.tensor([1.0, 2.0])):
+        with pytest.raises(RequestError, match=r"a step takes int64 tokens \[2\], one a row"):
+            session.step(tokens)
+    for token in (40, -1):
+        with pytest.raises(RequestError, match="this model has 0 to 39"):
+            session.step(torch.tensor([3, token]))
+    for rows in ([], [2], [-1], [True, False]):
+        with pytest.raises(RequestError, match="the batch has the rows 0 to 1"):
+            session.keep(rows)
+    session.keep([1, 1, 0])
+    found = session.step(torch.tensor([5, 6, 7]))
+    for row, text in enumerate(([3, 5], [3, 6], [1, 2, 7])):
+        torch.testing.assert_close(found[row], literal(model, text), rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-4)
+
+
+def test_a_model_that_was_cast_is_noticed() -> None:
+    model = decoder("block:3", torch.float32)
+    session = Session(model)
+    session.prefill([[1, 2]])
+    session.step(torch.tensor([3]))
+    model.cast_body(torch.bfloat16)
+    with pytest.raises(RequestError, match="cast or moved"):
+        session.step(torch.tensor([3]))
+    session.prefill([[1, 2]])
+    assert session.step(torch.tensor([3])).isfinite().all()
+
+
+def test_a_session_leaves_the_model_in_its_mode() -> None:
+    model = decoder().train()
+    Session(model).prefill([[1]])
+    assert model.training
+
+
 class Pooled(PreNorm):
     per_token: ClassVar[bool] = False
 
@@ -154,6 +193,9 @@ def test_what_cannot_be_done_is_refused() -> None:
     for token in (40, -1):
         with pytest.raises(RequestError, match=f"prompt 0 has the token id {token}; this model has 0 to 39"):
             session.prefill([[3, token]])
+    for method in (lambda: session.keep([0]), lambda: session.step(torch.tensor([1]))):
+        with pytest.raises(RequestError, match="call prefill first"):
+            method()
     model.residual = Pooled(model.config.body)
     with pytest.raises(RequestError, match="'prenorm' cannot decode with a cache"):
         Session(model)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from depthroute.ops import PreparedRead, depth_attention, kernel_unavailable, linear, linears, steps
@@ -69,6 +72,25 @@ def test_gradients_and_watchers_get_the_usual_product() -> None:
         found = torch.compile(lambda x: linear(x, weight), fullgraph=True, backend="eager")(x)
         assert torch.equal(found, F.linear(x, weight))
         assert linear(normal(9, 8), weight).shape == (9, 4) and linear(normal(0, 8), weight).shape == (0, 4)
+
+
+def test_shapes_that_do_not_fit_are_refused_as_ever() -> None:
+    with torch.no_grad():
+        for x, weight, bias in ((8, (3, 4), None), (8, (3, 8), 2)):
+            with pytest.raises(RuntimeError):
+                linear(normal(1, x), normal(*weight), None if bias is None else normal(bias))
+
+
+def test_tracers_and_forward_derivatives_see_the_product() -> None:
+    weight = normal(4, 8)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of both, by torch itself
+        traced = torch.jit.trace(lambda x: linear(x, weight), normal(1, 8), check_trace=False)
+        assert torch.equal(traced(normal(1, 8, seed=3)), F.linear(normal(1, 8, seed=3), weight))
+        with forward_ad.dual_level():
+            found = linear(forward_ad.make_dual(normal(1, 8), normal(1, 8, seed=5)), weight)
+            tangent = forward_ad.unpack_dual(found).tangent
+        assert tangent is not None and torch.allclose(tangent, F.linear(normal(1, 8, seed=5), weight))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
