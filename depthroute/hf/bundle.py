@@ -15,15 +15,15 @@ from depthroute import __version__
 from depthroute.common.errors import FailureError
 from depthroute.common.files import write_text
 from depthroute.hf.configuration import DepthrouteConfig
-from depthroute.hf.modelling import DepthrouteForCausalLM
 from depthroute.hf.sources import External, Source, Symbol, Target, undefined
 from depthroute.model import ModelConfig
 from depthroute.residual import PreNormConfig, ResidualConfig
 
 MODELLING_FILE = "modeling_depthroute.py"
+MODEL = Symbol("depthroute.hf.modelling", "DepthrouteForCausalLM")  # by name: it writes this file when it is saved
 AUTO_MAP = {
     "AutoConfig": f"{Path(MODELLING_FILE).stem}.{DepthrouteConfig.__name__}",
-    "AutoModelForCausalLM": f"{Path(MODELLING_FILE).stem}.{DepthrouteForCausalLM.__name__}",
+    "AutoModelForCausalLM": f"{Path(MODELLING_FILE).stem}.{MODEL.name}",
 }
 ALLOWED = frozenset({"torch", "transformers", *sys.stdlib_module_names})
 COMPILED = {"registry": ("serving",), "operator": ("read",), "held": ("hold",), "thin": ("linear", "linears")}  # in depthroute.ops
@@ -56,8 +56,8 @@ def modelling_source(residual: type[ResidualConfig]) -> str:
 class _Bundle:
     def __init__(self, residual: type[ResidualConfig]) -> None:
         self._own = frozenset({"depthroute", residual.__module__})
-        classes = (PreNormConfig, residual, DepthrouteConfig, DepthrouteForCausalLM)
-        self._roots = list(dict.fromkeys(Symbol(one.__module__, one.__qualname__) for one in classes))
+        classes = (PreNormConfig, residual, DepthrouteConfig)
+        self._roots = [*dict.fromkeys(Symbol(one.__module__, one.__qualname__) for one in classes), MODEL]
         self._methods = self._roots[:-2]
         self._residual = residual
         self._sources: dict[str, Source] = {}

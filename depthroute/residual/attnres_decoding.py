@@ -7,32 +7,46 @@ Shapes: ... leading dimensions (batch, tokens), D width, S sources, R key rank.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from depthroute.ops import DepthRead, PreparedRead, can_prepare
-from depthroute.residual.in_place import InPlace, SiteRead, Target
-from depthroute.residual.protocol import Norm
+from depthroute.residual.in_place import InPlace, Served, SiteRead, Target
+from depthroute.residual.protocol import Inputs, Norm
 
-if TYPE_CHECKING:
-    from depthroute.residual.attnres import AttnRes
+
+class SiteReads(Served, Protocol):
+    """What `AttnRes` says of its reads: which sources and queries, with which options, and what they are for."""
+
+    config: Any
+    ends: tuple[int, ...]
+    options: dict[str, Any]
+
+    def within(self, sources: tuple[Any, ...], room_for: int = 0) -> tuple[Any, ...]: ...
+    def norm_options(self, site: int, norm: Norm | None, times: int) -> tuple[bool, dict[str, Any]]: ...
+    def lacks(self, site: int) -> bool: ...
+    def bias(self, site: int) -> Tensor | None: ...
+    def route_queries(self, site: int) -> Tensor: ...
+    def by_role(self, reads: tuple[Tensor, ...], site: int) -> Inputs: ...
+    def sites_read_ahead(self, start: int, closed: int) -> range: ...
+    def queries_ahead(self, sites: range) -> tuple[list[Tensor], Tensor | None]: ...
 
 
 class AttnResInPlace(InPlace):
     """Where the sources are what sub-layers put out, with slices of them for keys. The queries are those of when it was made."""
 
-    residual: AttnRes
+    residual: SiteReads
 
     @staticmethod
-    def serves(residual: AttnRes, embedding: Tensor) -> bool:
+    def serves(residual: SiteReads, embedding: Tensor) -> bool:
         """Whether it can stand in."""
         config = residual.config
         as_they_are = config.values == "raw" and config.summary == "sum" and config.keys == "slice"
         return as_they_are and config.roles != "average" and can_prepare(embedding)  # an average would have to be made at every read
 
-    def __init__(self, residual: AttnRes, embedding: Tensor) -> None:
+    def __init__(self, residual: SiteReads, embedding: Tensor) -> None:
         """For passes of the shape of `embedding` [..., D]."""
         super().__init__(residual)
         self._rows = [torch.empty_like(embedding, memory_format=torch.contiguous_format) for _ in range(len(residual.ends) + 1)]

@@ -9,13 +9,13 @@ Shapes: ... leading dimensions (batch, tokens), D width.
 from __future__ import annotations
 
 import abc
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from depthroute.ops import PreparedRead
 from depthroute.residual.norm import normalised
-from depthroute.residual.protocol import NO_TRACE, Inputs, Kept, Norm, Projected, Residual, Trace
+from depthroute.residual.protocol import NO_TRACE, Body, Inputs, Kept, Norm, Projected, Trace
 
 
 class SiteRead(NamedTuple):
@@ -33,10 +33,18 @@ class Target(NamedTuple):
     adds: bool
 
 
+class Served(Protocol):
+    """What is needed of the method itself."""
+
+    body: Body
+
+    def values(self, memory: Any, site: int, projected: Projected) -> tuple[Tensor, Kept]: ...
+
+
 class InPlace(abc.ABC):
     """A `Routing` whose memory is itself. What it reads is valid until its next read."""
 
-    def __init__(self, residual: Residual) -> None:
+    def __init__(self, residual: Served) -> None:
         self.residual = residual
         self._reads: dict[int, tuple[Norm | None, SiteRead]] = {}
 
