@@ -34,15 +34,15 @@ class Options:
     tokens: int | None = None
     """Held-out tokens of perplexity. Default: all."""
     items: int = 200
-    """Items of each local task, at most."""
+    """Items of each local task, at most. Few of local_needle are spread over its cells."""
     context: int | None = None
-    """Tokens of the longest prompt of a local task. Default: the model's context."""
+    """Tokens of the longest prompt of a local task, no more than the model's context, which is the default."""
     limit: int | None = None
-    """Only the first items of each task."""
+    """Only the first items of each task; of local_needle they are spread over its cells. Perplexity is not bounded by it: see --tokens."""
     fewshot: int | None = None
     """Solved examples before each question. Default: as the task says."""
     seed: int = 0
-    """Of the local tasks, and of the choice of examples."""
+    """Of the local tasks, of the choice of examples, and of generation where a task samples."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """Of the layers; head and log-probabilities are float32. auto is bf16 where the processor multiplies it natively."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -56,7 +56,7 @@ class Options:
     again: bool = False
     """Run finished tasks again."""
     download: bool = False
-    """Let the harness fetch data sets from the hub. Without it there is no network access."""
+    """Let the harness fetch data sets from the hub. Without it this process reaches no other machine."""
     json: bool = False
     """Print JSON; the fields are those of depthroute.evals."""
 
@@ -104,6 +104,8 @@ def _show(found: Mapping[str, Any]) -> None:
                 print(f"\n{task}, {entry['reported']}")
                 cells = [(cell, _number(of["value"]), _interval(of), str(of["items"])) for cell, of in entry["cells"].items()]
                 _print_table([("cell", "value", "95 % interval", "items"), *cells])
+            if "left_out" in entry:
+                print(f"\n{task}: {entry['left_out']}")
         if evaluation["cut"]:
             print(f"\n{evaluation['name']}: {evaluation['cut']} texts are longer than the model's context and were cut at the left.")
     for name, reason in found["left_out"].items():
@@ -114,9 +116,14 @@ def _show(found: Mapping[str, Any]) -> None:
 
 def _average(of: Mapping[str, Any]) -> str:
     if of["value"] is not None:
-        return f"the equal-weight average is {100 * of['value']:.2f} %, standard error {100 * of['error']:.2f}"
+        error = "not known" if of["error"] is None else f"{100 * of['error']:.2f}"
+        return f"the equal-weight average is {100 * of['value']:.2f} %, standard error {error}"
+    return _no_average(of)
+
+
+def _no_average(of: Mapping[str, Any]) -> str:
     missing = [f"{', '.join(names)} {what}" for what, names in (("missing", of["missing"]), ("not whole", of["partial"])) if names]
-    return f"no average: {'; '.join(missing)}"
+    return f"no average: {'; '.join(missing) or 'a value is not a number'}"
 
 
 def _show_comparison(found: Mapping[str, Any]) -> None:
@@ -129,8 +136,14 @@ def _show_comparison(found: Mapping[str, Any]) -> None:
             numbers = _number(of["a"]), _number(of["b"]), f"{of['difference']:+.3g}", _interval(of), _number(of["p"]), holm, alone
             rows.append((task, metric, *numbers, f"{entry['items']:,}"))
     _print_table(rows)
+    for name, reason in found["left_out"].items():
+        print(f"\n{name} is left out: {reason}")
     for preset, of in found["averages"].items():
-        print(f"\n{preset}: the equal-weight average is {of['difference']:+.4f} apart, 95 % interval {_interval(of)}, p {_number(of['p'])}")
+        if of["difference"] is None:
+            print(f"\n{preset}: {_no_average(of)}")
+            continue
+        chance = "no interval" if of["interval"] is None else f"95 % interval {_interval(of)}, p {_number(of['p'])}"
+        print(f"\n{preset}: the equal-weight average is {of['difference']:+.4f} apart, {chance}")
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:

@@ -35,6 +35,7 @@ class DepthrouteLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harn
         run, data, precision: those of `open_subject`.
         device: as there; "cuda:0", which the harness gives where it was told nothing, is "auto".
         batch_tokens: tokens of a pass, padding included.
+        seed: of generation where a task samples. A text depends on it and on the request's place among those of its kind.
         batch_size, max_batch_size: given by the harness, and without effect: batches are filled by tokens, and results do not depend on
             how.
         subject: a model that is already open, in place of `run`.
@@ -48,6 +49,7 @@ class DepthrouteLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harn
         device: str = "auto",
         precision: Precision = "auto",
         batch_tokens: int = BATCH_TOKENS,
+        seed: int = 0,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         subject: Subject | None = None,
@@ -62,6 +64,7 @@ class DepthrouteLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harn
         )
         self.batch_tokens = int(batch_tokens)
         self.cut = 0
+        self._seed = int(seed)
         self._text = self.subject.dataset.tokenizer()
 
     @property
@@ -138,7 +141,8 @@ class DepthrouteLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harn
         for numbers in alike.values():
             options = normalize_gen_kwargs(requests[numbers[0]].args[1], self.max_gen_toks)
             for batch in self._generations(numbers, int(options["max_gen_toks"])):
-                found.update(zip(batch, self._generate([requests[number].args[0] for number in batch], options), strict=True))
+                prompts = [requests[number].args[0] for number in batch]
+                found.update(zip(batch, self._generate(prompts, batch, options), strict=True))
         for number, request in enumerate(requests):
             self.cache_hook.add_partial("generate_until", request.args, found[number])
         return [found[number] for number in range(len(requests))]
@@ -161,7 +165,7 @@ class DepthrouteLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harn
             )
         return (numbers[start : start + self.batch_size] for start in range(0, len(numbers), self.batch_size))
 
-    def _generate(self, prompts: Sequence[str], options: dict[str, Any]) -> list[str]:
+    def _generate(self, prompts: Sequence[str], numbers: Sequence[int], options: dict[str, Any]) -> list[str]:
         from depthroute.infer import Sampling, generate
         from depthroute.train.devices import autocast
 
@@ -178,8 +182,8 @@ class DepthrouteLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harn
         subject = self.subject
         with autocast(subject.device, subject.precision):
             found = generate(
-                subject.model, ids, limit=limit, sampling=Sampling(**settings), end=(self.eot_token_id,), stop=stop,
-                decode=self._text.decode,
+                subject.model, ids, limit=limit, sampling=Sampling(**settings, seed=self._seed), end=(self.eot_token_id,), stop=stop,
+                decode=self._text.decode, rows=numbers,
             )  # fmt: skip
         return [generation.text or "" for generation in found]
 

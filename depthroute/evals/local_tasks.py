@@ -19,11 +19,12 @@ from random import Random
 from typing import Any, NamedTuple
 
 from depthroute.common.errors import RequestError
-from depthroute.common.files import write_json, write_text
+from depthroute.common.files import read_json, waiting_lock, write_json, write_text
 from depthroute.data import Split, TextTokenizer, TokenDataset
 
 VERSION = 1
 CACHE = "cache"  # what the data sets library makes of the files, kept out of the user's own cache
+LOCK = ".lock"
 CHOICES = 4
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SHARES = (4, 2, 1)  # the lengths of needle prompts: the context divided by each
@@ -34,11 +35,12 @@ SENTENCE_END = re.compile(r"(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)\s+(?=[A-Z])")
 LAST_WORD = re.compile(r"(?<=\S )[A-Za-z]{3,}(?=[.!?](?:\s|$))")
 KEY = re.compile(r"\b[a-z]{4,10}\b")
 
-Item = dict[str, Any]
+TaskItem = dict[str, Any]
+_Made = tuple[list[TaskItem], str | None]  # and why there are none, or not all
 
 
 class LocalTask(NamedTuple):
-    """A task that was written, or why it was not: `reason` is then a sentence."""
+    """A task that was written, with the number of its items, or none, and why it, or a part of it, was not: `reason` is a sentence."""
 
     name: str
     items: int
@@ -52,7 +54,7 @@ class LocalTasks:
     Attributes:
         split: "validation" or "test".
         context: tokens of the longest prompt with its answer, under the data's own tokenizer.
-        items: of each task, at most; the needle's are spread over its cells evenly.
+        items: of each task, at most; the needle's are spread over its cells evenly, and so are the first ones of them.
     """
 
     dataset: TokenDataset
@@ -66,8 +68,13 @@ class LocalTasks:
             if getattr(self, name) < lowest:
                 raise RequestError(f"{name} = {getattr(self, name)} is not allowed; it takes {lowest} or more.")
 
-    def write(self, folder: Path) -> list[LocalTask]:
-        """Write NAME.jsonl and NAME.yaml of every task that the text and the context have room for. The same arguments give the same items.
+    def write(self, folder: Path, names: Sequence[str] | None = None) -> list[LocalTask]:
+        """Write NAME.jsonl and NAME.yaml of tasks that the text and the context have room for, and remove those of tasks they have not.
+
+        The same arguments give the same items. Another process that writes into the folder is waited for.
+
+        Args:
+            names: of the tasks. The files of others stay as they are. None: all.
 
         Raises:
             RequestError: the split has no document.
@@ -76,17 +83,33 @@ class LocalTasks:
         documents = list(texts(self.dataset, self.split, tokenizer))
         if not documents:
             raise RequestError(f"the {self.split} split of {self.dataset.directory} has no document; choose another one.")
-        written = []
-        for name, make in MAKERS.items():
-            random = Random(f"{VERSION}/{name}/{self.seed}/{self.dataset.fingerprint}/{self.split}/{self.context}")
-            found = make(_Source(documents, tokenizer, self.context, self.items, random))
-            if isinstance(found, str):
-                written.append(LocalTask(name, 0, found))
-                continue
-            write_text(folder / f"{name}.jsonl", "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in found))
+        folder.mkdir(parents=True, exist_ok=True)
+        with waiting_lock(folder / LOCK, lambda: None):
+            return [self._write(folder, name, documents, tokenizer) for name in (MAKERS if names is None else names)]
+
+    def _write(self, folder: Path, name: str, documents: Sequence[str], tokenizer: TextTokenizer) -> LocalTask:
+        random = Random(f"{VERSION}/{name}/{self.seed}/{self.dataset.fingerprint}/{self.split}/{self.context}")
+        items, reason = MAKERS[name](_Source(documents, tokenizer, self.context, self.items, random))
+        if items:
+            write_text(folder / f"{name}.jsonl", "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items))
             write_json(folder / f"{name}.yaml", _task(name, folder, self))  # YAML holds JSON
-            written.append(LocalTask(name, len(found), None))
-        return written
+        else:
+            for ending in ("yaml", "jsonl"):
+                (folder / f"{name}.{ending}").unlink(missing_ok=True)
+        return LocalTask(name, len(items), reason)
+
+
+def follow_move(folder: Path) -> None:
+    """Where a folder of tasks was moved, let their YAML files name the data beside them: the harness takes absolute paths only."""
+    for name in MAKERS:
+        path = folder / f"{name}.yaml"
+        if path.exists():
+            task = read_json(path)
+            (split,) = task["dataset_kwargs"]["data_files"]
+            here = _data(name, folder, split)
+            if task["dataset_kwargs"] != here:
+                with waiting_lock(folder / LOCK, lambda: None):
+                    write_json(path, task | {"dataset_kwargs": here})
 
 
 def texts(dataset: TokenDataset, split: Split, tokenizer: TextTokenizer) -> Iterator[str]:
@@ -120,9 +143,9 @@ class _Source(NamedTuple):
             yield from ((number, found[turn]) for number, found in drawn if turn < len(found))
 
 
-def _last_word(source: _Source) -> list[Item] | str:
+def _last_word(source: _Source) -> _Made:
     """Passages that end with a word and a full stop, and begin with a whole word."""
-    items: list[Item] = []
+    items: list[TaskItem] = []
     for document, match in source.in_turn(lambda text: list(LAST_WORD.finditer(text))):
         target = f" {match.group()}"
         room = min(source.context, PASSAGE_TOKENS) - source.length(target)
@@ -131,7 +154,7 @@ def _last_word(source: _Source) -> list[Item] | str:
             items.append({"context": before, "target": target, "document": document})
         if len(items) == source.items:
             break
-    return items or "no sentence of the text ends with a word and fits into the context."
+    return items, None if items else "no sentence of the text ends with a word and fits into the context."
 
 
 def _last_words(source: _Source, text: str, room: int) -> str:
@@ -143,9 +166,9 @@ def _last_words(source: _Source, text: str, room: int) -> str:
     return text[starts[0]:] if starts else ""
 
 
-def _sentence_order(source: _Source) -> list[Item] | str:
+def _sentence_order(source: _Source) -> _Made:
     """One sentence, and the three behind it in four orders, the text's own among them."""
-    items: list[Item] = []
+    items: list[TaskItem] = []
     for document, (first, *others) in source.in_turn(_runs_of_four):
         orders = [" ".join(order) for order in permutations(others)]
         if 1 + source.length(f"{first} {orders[0]}") > source.context:  # one to spare: another order may take a token more
@@ -157,7 +180,7 @@ def _sentence_order(source: _Source) -> list[Item] | str:
         items.append({"context": first, "choices": shown, "answer": shown.index(orders[0]), "document": document})
         if len(items) == source.items:
             break
-    return items or "no paragraph of the text has four sentences that fit into the context together."
+    return items, None if items else "no paragraph of the text has four sentences that fit into the context together."
 
 
 def _runs_of_four(text: str) -> list[list[str]]:
@@ -177,20 +200,28 @@ def _runs_of_four(text: str) -> list[list[str]]:
     return runs
 
 
-def _needle(source: _Source) -> list[Item] | str:
+def _needle(source: _Source) -> _Made:
     """Prompts of the lengths of `SHARES`, the needle at the depths of `DEPTHS`: 0 is the first line, 1 the last before the question."""
     spelt = _line("abcd", "01234 56789")
     if source.tokenizer.decode(source.tokenizer.encode(spelt)) != spelt:
-        return "the tokenizer of this corpus cannot spell its line."
+        return [], "the tokenizer of this corpus cannot spell its line."
     keys = sorted({key for text in source.documents for key in KEY.findall(text)})
     lines = [line for text in source.documents for line in _lines(text)]
-    cells = [(source.context // share, depth) for share in SHARES for depth in DEPTHS]
+    lengths = list(dict.fromkeys(source.context // share for share in SHARES))
+    cells = [(length, depth) for length in lengths for depth in DEPTHS]
+    source.random.shuffle(cells)
     each = max(1, source.items // len(cells))
-    items = [_needle_item(source, keys, lines, length, depth) for length, depth in cells for _ in range(each)] if keys and lines else []
-    return [item for item in items if item is not None] or "the context has no room for the needle, a line of text and the question."
+    made = [(length, _needle_item(source, keys, lines, length, depth)) for _ in range(each) for length, depth in cells if keys and lines]
+    # One of each cell and then the next of each: however few are asked for, or asked, they are spread over the cells.
+    items = [item for _, item in made if item is not None][: source.items]
+    without = [str(length) for length in lengths if not any(item for of, item in made if of == length)]
+    if not items:
+        return [], "the context has no room for the needle, a line of text and the question."
+    reason = f"prompts of {' and '.join(without)} tokens have no room for the needle, a line of text and the question."
+    return items, reason if without else None
 
 
-def _needle_item(source: _Source, keys: Sequence[str], lines: Sequence[str], length: int, depth: float) -> Item | None:
+def _needle_item(source: _Source, keys: Sequence[str], lines: Sequence[str], length: int, depth: float) -> TaskItem | None:
     random = source.random
     key = random.choice(keys)
     values = [str(number) for number in random.sample(range(10_000, 100_000), CHOICES)]
@@ -225,7 +256,7 @@ def _lines(text: str) -> list[str]:
     return [line for line in lines if line.strip()]
 
 
-MAKERS: dict[str, Callable[[_Source], list[Item] | str]] = {
+MAKERS: dict[str, Callable[[_Source], _Made]] = {
     "local_last_word": _last_word,
     "local_sentence_order": _sentence_order,
     "local_needle": _needle,
@@ -246,10 +277,7 @@ def _task(name: str, folder: Path, made: LocalTasks) -> dict[str, Any]:
     return {
         "task": name,
         "dataset_path": "json",
-        "dataset_kwargs": {
-            "data_files": {made.split: str((folder / f"{name}.jsonl").resolve())},
-            "cache_dir": str((folder / CACHE).resolve()),
-        },
+        "dataset_kwargs": _data(name, folder, made.split),
         "test_split": made.split,
         "output_type": "loglikelihood" if of_words else "multiple_choice",
         "doc_to_text": "context",
@@ -264,3 +292,7 @@ def _task(name: str, folder: Path, made: LocalTasks) -> dict[str, Any]:
             "version": VERSION, "data": made.dataset.fingerprint, "seed": made.seed, "context": made.context, "items": made.items,
         },
     }  # fmt: skip
+
+
+def _data(name: str, folder: Path, split: str) -> dict[str, Any]:
+    return {"data_files": {split: str((folder / f"{name}.jsonl").resolve())}, "cache_dir": str((folder / CACHE).resolve())}

@@ -15,11 +15,11 @@ from depthroute.evals.subject import Subject
 from depthroute.study.clusters import cluster_bootstrap
 from depthroute.train import evaluate
 
-Item = dict[str, Any]
+DocumentItem = dict[str, Any]
 PERPLEXITY = "perplexity"
 
 
-def perplexity_items(subject: Subject, split: Split, *, limit_tokens: int | None, batch_tokens: int) -> list[Item]:
+def perplexity_items(subject: Subject, split: Split, *, limit_tokens: int | None, batch_tokens: int) -> list[DocumentItem]:
     """The loss of every evaluated document of a split, over the windows that training evaluates.
 
     An item has `task`, `doc_id` (the document's number in the split), `item` (a hash of its evaluated tokens), `nats` (summed over them),
@@ -52,7 +52,7 @@ def perplexity_items(subject: Subject, split: Split, *, limit_tokens: int | None
     return items
 
 
-def perplexity_metrics(items: Sequence[Item]) -> dict[str, dict[str, Any]]:
+def perplexity_metrics(items: Sequence[DocumentItem]) -> dict[str, dict[str, Any]]:
     """`nll` (nats per token), `perplexity` and `bits_per_byte`, each with `value`, `error` and `interval` (95 %, cluster bootstrap over
     documents; `depthroute.study.clusters`).
 

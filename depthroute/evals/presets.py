@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,8 @@ def average(preset: str, measured: Mapping[str, Mapping[str, Any]]) -> dict[str,
 
     Returns:
         `value` and `error` (the root of the sum of the squared standard errors, divided by the number of tasks), both null unless every
-        task was measured on all its items; `missing` (tasks that were not measured) and `partial` (those on other than all items).
+        task was measured on all its items, and each null where a task's own is; `missing` (tasks that were not measured) and `partial`
+        (those on other than all items).
     """
     tasks = PRESETS[preset]
     missing = [task.name for task in tasks if task.name not in measured]
@@ -48,6 +49,12 @@ def average(preset: str, measured: Mapping[str, Mapping[str, Any]]) -> dict[str,
     if missing or partial:
         return {"value": None, "error": None, "missing": missing, "partial": partial}
     metrics = [found[task.name]["metrics"][task.metric] for task in tasks]
-    value = math.fsum(metric["value"] for metric in metrics) / len(tasks)
-    error = math.sqrt(math.fsum(metric["error"] ** 2 for metric in metrics)) / len(tasks)
+    value = _sum(metric["value"] for metric in metrics)
+    squares = _sum(None if metric["error"] is None else metric["error"] ** 2 for metric in metrics)
+    value, error = None if value is None else value / len(tasks), None if squares is None else math.sqrt(squares) / len(tasks)
     return {"value": value, "error": error, "missing": [], "partial": []}
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = list(values)
+    return None if None in known else math.fsum(value for value in known if value is not None)

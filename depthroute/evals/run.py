@@ -12,7 +12,7 @@ from typing import Any
 from depthroute.common.errors import RequestError
 from depthroute.common.files import write_json
 from depthroute.data import Split
-from depthroute.evals.local_tasks import CACHE, MAKERS, LocalTasks
+from depthroute.evals.local_tasks import CACHE, MAKERS, LocalTasks, follow_move
 from depthroute.evals.paired import compare_evaluations
 from depthroute.evals.perplexity import PERPLEXITY, perplexity_items, perplexity_metrics
 from depthroute.evals.presets import PRESETS, average
@@ -34,11 +34,12 @@ class EvalConfig:
             "low-rank", the eight tasks of the Low-Rank paper.
         split: the held-out text that perplexity and local tasks are of.
         tokens: held-out tokens of perplexity, rounded up to whole windows. None: all that whole windows hold.
-        items: of each local task, at most.
-        context: tokens of the longest prompt of a local task with its answer. None: the model's context.
-        limit: items of each task that are asked, the first ones. None: all.
+        items: of each local task, at most; few of the needle are spread over its cells.
+        context: tokens of the longest prompt of a local task with its answer, no more than the model's context, which None stands for.
+        limit: items of each task that are asked, the first ones; of the needle they are spread over its cells. None: all. It has no effect
+            on perplexity, which `tokens` bounds.
         fewshot: solved examples before each question. None: as the task says, as a rule none. Tasks that are fixed at none stay so.
-        seed: of local tasks, and of the choice of examples.
+        seed: of local tasks, of the choice of examples, and of generation where a task samples.
         download: may data sets be fetched?
         batch_tokens: tokens of a pass, padding included. Results do not depend on it beyond rounding.
     """
@@ -59,6 +60,9 @@ class EvalConfig:
     def __post_init__(self) -> None:
         if not self.tasks or not all(self.tasks):
             raise RequestError(f"tasks = {','.join(self.tasks)!r} is not allowed; name one or more, with commas between them.")
+        for name in self.tasks:
+            if "/" in name or "\\" in name or ".." in name:
+                raise RequestError(f"task {name!r} is not allowed; tasks are asked for by name, and a name has no / and no .. in it.")
         if self.split not in ("validation", "test"):
             raise RequestError(f"split = {self.split!r} is not allowed; it takes validation or test.")
         lowest = {"tokens": 1, "items": 1, "context": 1, "limit": 1, "fewshot": 0, "seed": 0, "batch_tokens": 1}
@@ -96,9 +100,15 @@ def evaluate_run(
         RequestError: a wrong request, by name: a task that is not known or whose data are not here, other settings in the same folder.
         FailureError: the run or its data are damaged, or the model gives no probabilities.
     """
-    subject = open_subject(run, data=data, device=config.device, precision=config.precision)
+    return _evaluate(open_subject(run, data=data, device=config.device, precision=config.precision), config, out, again, report)
+
+
+def _evaluate(
+    subject: Subject, config: EvalConfig, out: Path | None, again: bool, report: Callable[[str], None]
+) -> dict[str, Any]:
     folder = out or subject.results
-    context = min(config.context or subject.config.model.context, subject.config.model.context)
+    context = _context(subject, config)
+    follow_move(_task_folder(folder))
     finished: dict[str, dict[str, Any]] = {}
     for name in config.names:
         found = None if again else read_evaluation(folder, name)
@@ -106,7 +116,7 @@ def evaluate_run(
             refuse_other_settings(folder, name, found["settings"], _settings(config, subject, name, context))
             finished[name] = found
     waiting = [name for name in config.names if name not in finished]
-    left_out = _write_local_tasks(config, subject, folder, context, waiting)
+    left_out, parts = _write_local_tasks(config, subject, folder, context, waiting)
     waiting = [name for name in waiting if name not in left_out]
     if not waiting and not finished:
         raise RequestError(f"none of the tasks can be made of {subject.dataset.directory}: {'; '.join(left_out.values())}")
@@ -115,6 +125,8 @@ def evaluate_run(
         started = time.perf_counter()
         evaluation, items = _perplexity(config, subject) if name == PERPLEXITY else harness.run(name)
         evaluation |= {"settings": _settings(config, subject, name, context), "seconds": time.perf_counter() - started}
+        if name in parts:
+            evaluation["tasks"][name]["left_out"] = parts[name]
         write_evaluation(folder, name, evaluation, items)
         report(f"{name}: {len(items)} items in {evaluation['seconds']:.0f} s")
         stored = read_evaluation(folder, name)
@@ -124,7 +136,7 @@ def evaluate_run(
     measured = {task: entry for name in finished for task, entry in finished[name]["tasks"].items()}
     presets = [preset for preset, tasks in PRESETS.items() if any(task.name in measured for task in tasks)]
     return {
-        "run": str(run),
+        "run": str(subject.path),
         "checkpoint": subject.checkpoint,
         "folder": str(folder),
         "precision": subject.precision,
@@ -138,24 +150,61 @@ def compare_runs(
     run: Path, against: Path, config: EvalConfig, *, out: Path | None = None, data: Path | None = None, again: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Evaluate two runs as `evaluate_run` does, compare them item by item, and write against-NAME-CHECKPOINT.json beside its results.
+    """Evaluate two runs as `evaluate_run` does, compare them item by item, and write the comparison beside the results of `run`.
+
+    The file is against-ARM-RUN-CHECKPOINT-WEIGHTS.json: the last two folders of the other run's path, its checkpoint, and the first 8
+    digits of the SHA-256 of its weights.
 
     Args:
         out: where the results of `run` go; those of `against` go to its own folder.
 
     Returns:
-        What `compare_evaluations` says.
+        What `compare_evaluations` says; `left_out` has the tasks too that could not be made for one of the two.
 
     Raises:
-        RequestError: a wrong request, or the two runs did not answer the same items.
+        RequestError: a wrong request, or runs that cannot have the same items: other data or another context for perplexity or local
+            tasks, which is said before anything is evaluated.
         FailureError: as for `evaluate_run`.
     """
-    ours = evaluate_run(run, config, out=out, data=data, again=again, report=report)
-    theirs = evaluate_run(against, config, data=data, again=again, report=report)
+    a, b = (open_subject(path, data=data, device=config.device, precision=config.precision) for path in (run, against))
+    _refuse_other_items(a, b, config)
+    ours, theirs = _evaluate(a, config, out, again, report), _evaluate(b, config, None, again, report)
     names = [name for name in ours["evaluations"] if name in theirs["evaluations"]]
     found = compare_evaluations(Path(ours["folder"]), Path(theirs["folder"]), names)
-    write_json(Path(ours["folder"]) / f"against-{against.resolve().name}-{theirs['checkpoint']}.json", found)
+    for name in config.names:
+        reasons = [f"of {which}, {of['left_out'][name]}" for which, of in (("a", ours), ("b", theirs)) if name in of["left_out"]]
+        if reasons:
+            found["left_out"][name] = " ".join(reasons)
+    write_json(Path(ours["folder"]) / f"against-{_called(b)}.json", found)
     return found
+
+
+def _refuse_other_items(a: Subject, b: Subject, config: EvalConfig) -> None:
+    of_text = [name for name in config.names if name == PERPLEXITY or name in MAKERS]
+    if of_text and a.dataset.fingerprint != b.dataset.fingerprint:
+        raise RequestError(
+            f"{', '.join(of_text)} cannot be compared: the data of {a.path} are {a.dataset.directory} and those of {b.path} are "
+            f"{b.dataset.directory}, with other tokens. Give both the same with --data, or leave these tasks out."
+        )
+    for name in of_text:
+        first, second = (subject.config.model.context if name == PERPLEXITY else _context(subject, config) for subject in (a, b))
+        if first != second:
+            advice = "leave it out" if name == PERPLEXITY else f"give --context {min(first, second)}, which both have room for"
+            raise RequestError(f"{name} cannot be compared: the context of {a.path} is {first} and that of {b.path} {second}; {advice}.")
+
+
+def _called(subject: Subject) -> str:
+    path = subject.path.resolve()
+    run = path.parent.parent if path.parent.name == "checkpoints" else path
+    return "-".join(part for part in (run.parent.name, run.name, subject.checkpoint, subject.weights[:8]) if part)
+
+
+def _context(subject: Subject, config: EvalConfig) -> int:
+    """Of local tasks."""
+    most = subject.config.model.context
+    if config.context is not None and config.context > most:
+        raise RequestError(f"context = {config.context} is not allowed; the model of {subject.path} has a context of {most} tokens.")
+    return config.context or most
 
 
 class _Harness:
@@ -172,7 +221,7 @@ class _Harness:
         local = [name for name in wanted if name in MAKERS]
         self._tasks = Tasks(_task_folder(folder) if local else None, known=len(local) < len(wanted), download=config.download)
         self._tasks.load(wanted, also=(*MAKERS, *PRESETS, LOCAL, PERPLEXITY))
-        self._model = DepthrouteLM(subject=subject, batch_tokens=config.batch_tokens)
+        self._model = DepthrouteLM(subject=subject, batch_tokens=config.batch_tokens, seed=config.seed)
 
     def run(self, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         config = self._config
@@ -187,15 +236,18 @@ def _perplexity(config: EvalConfig, subject: Subject) -> tuple[dict[str, Any], l
     return {"harness": None, "tasks": {PERPLEXITY: entry}, "groups": {}, "cut": 0}, items
 
 
-def _write_local_tasks(config: EvalConfig, subject: Subject, folder: Path, context: int, waiting: list[str]) -> dict[str, str]:
-    """Write the local tasks, where one is waiting; by name, why one of those cannot be made."""
+def _write_local_tasks(
+    config: EvalConfig, subject: Subject, folder: Path, context: int, waiting: list[str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Write the local tasks that are waiting; by name, why one cannot be made, and why a part of one cannot."""
     wanted = [name for name in waiting if name in MAKERS]
     if not wanted:
-        return {}
+        return {}, {}
     require_harness()
     made = LocalTasks(dataset=subject.dataset, split=config.split, context=context, items=config.items, seed=config.seed)
-    written = made.write(_task_folder(folder))
-    return {task.name: task.reason for task in written if task.reason is not None and task.name in wanted}
+    written = made.write(_task_folder(folder), wanted)
+    whole, parts = ({task.name: task.reason for task in written if task.reason and bool(task.items) is some} for some in (False, True))
+    return whole, parts
 
 
 def _task_folder(folder: Path) -> Path:
@@ -211,7 +263,7 @@ def _settings(config: EvalConfig, subject: Subject, name: str, context: int) -> 
         "precision": subject.precision,
     }
     if name == PERPLEXITY:
-        return settings | {"split": config.split, "tokens": config.tokens}
+        return settings | {"split": config.split, "tokens": config.tokens, "context": subject.config.model.context}
     settings |= {"seed": config.seed, "limit": config.limit}
     if name in MAKERS:
         return settings | {"split": config.split, "items": config.items, "context": context}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,21 @@ from depthroute.common.errors import FailureError, RequestError
 from depthroute.common.files import read_json, read_json_lines, write_json, write_text
 
 FORMAT = 1
+StoredItem = dict[str, Any]
 
 
 def write_evaluation(folder: Path, name: str, evaluation: Mapping[str, Any], items: Sequence[Mapping[str, Any]]) -> None:
-    """Write the items, and then what was measured on them; a crash in between leaves an evaluation that is not there."""
+    """Write the items, and then what was measured on them; a crash in between leaves an evaluation that is not there.
+
+    Numbers that are not finite are written as null. What cannot be written at all leaves what was there.
+    """
     path = _path(folder, name)
+    lines = [json.dumps(_with_null(item), ensure_ascii=False, allow_nan=False) + "\n" for item in items]
+    whole = _with_null({"format": FORMAT, "name": name, **evaluation})
+    json.dumps(whole, allow_nan=False)
     path.unlink(missing_ok=True)
-    lines = [json.dumps(item, ensure_ascii=False, allow_nan=False) + "\n" for item in items]
     write_text(_items(folder, name), "".join(lines))
-    write_json(path, {"format": FORMAT, "name": name, **evaluation})
+    write_json(path, whole)
 
 
 def read_evaluation(folder: Path, name: str) -> dict[str, Any] | None:
@@ -37,9 +44,9 @@ def read_evaluation(folder: Path, name: str) -> dict[str, Any] | None:
     return value
 
 
-def read_items(folder: Path, name: str) -> list[dict[str, Any]]:
+def read_items(folder: Path, name: str) -> list[StoredItem]:
     """The items of a finished evaluation."""
-    found: list[dict[str, Any]] = read_json_lines(_items(folder, name))
+    found: list[StoredItem] = read_json_lines(_items(folder, name))
     return found
 
 
@@ -51,6 +58,14 @@ def refuse_other_settings(folder: Path, name: str, recorded: Mapping[str, Any], 
                 f"{_path(folder, name)} was made with {field} = {recorded.get(field)!r}, not {wanted.get(field)!r}; choose another folder "
                 "with --out, or replace it with --again."
             )
+
+
+def _with_null(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _with_null(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_null(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _path(folder: Path, name: str) -> Path:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from depthroute.common.errors import RequestError
 from depthroute.common.files import read_json
 from depthroute.data import TokenDataset
 from depthroute.model import Decoder
 from depthroute.train import RunConfig, checkpoint, load_trained
 from depthroute.train.config import Device, Precision
 from depthroute.train.devices import resolve_device, resolve_precision
+from depthroute.train.run_data import run_data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,18 +47,12 @@ def open_subject(run: Path, *, data: Path | None = None, device: Device = "auto"
         data: token shards, whose tokenizer and held-out text are used. None: those the run names.
 
     Raises:
-        RequestError: no run, no checkpoint, no data, data of another vocabulary, or a device that is not there.
+        RequestError: no run, no checkpoint, no data or others than were trained on, `data` of another tokenizer, or a device that
+            is not there.
         FailureError: the checkpoint or the data are cut short or altered.
     """
     config, model = load_trained(run)
-    if data is None and not config.data:
-        raise RequestError(f"{run} names no data; say with --data which token shards its tokenizer is in.")
-    dataset = TokenDataset.open(data or Path(config.data))
-    if dataset.vocabulary > config.model.vocabulary:
-        raise RequestError(
-            f"{dataset.directory} has {dataset.vocabulary} tokens and the model of {run} {config.model.vocabulary}; name the data that it "
-            "was trained on."
-        )
+    dataset = run_data(run, config, data)
     found = checkpoint.latest(run) or run
     weights: str = read_json(found / checkpoint.STATE)["files"][checkpoint.MODEL]["sha256"]
     where = resolve_device(device)

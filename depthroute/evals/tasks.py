@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
 import importlib.metadata
 import importlib.util
+import ipaddress
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import socket
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from depthroute.common.errors import FailureError, RequestError, choose
-from depthroute.evals.metrics import Item, cells_of, items_of, metrics_of
+from depthroute.evals.metrics import AnsweredItem, cells_of, items_of, metrics_of
 from depthroute.evals.presets import REPORTED
 
 if TYPE_CHECKING:
     from depthroute.evals.harness import DepthrouteLM
 
 PACKAGE = "lm_eval"
-SWITCHES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+SWITCHES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 
 
 def require_harness() -> str:
@@ -51,7 +56,7 @@ class Tasks:
             also: names that are meant where one is mistyped, beside those of the harness.
 
         Raises:
-            RequestError: a task that is not there, or those whose data are not on this machine.
+            RequestError: a task that is not there or needs a package that is not, or those whose data are not on this machine.
             FailureError: data cannot be fetched.
         """
         for name in names:
@@ -63,7 +68,9 @@ class Tasks:
             for name in names:
                 try:
                     loaded = self._manager.load([name])
-                except (OSError, ValueError, ImportError) as error:  # of the data sets library, with and without a cache and a network
+                except ImportError as error:
+                    raise _package_missing(name, error) from error
+                except (OSError, ValueError) as error:  # of the data sets library, with and without a cache and a network
                     missing[name] = error
                     continue
                 groups: dict[str, Any] = loaded.get("groups", {})
@@ -73,7 +80,7 @@ class Tasks:
 
     def run(
         self, model: DepthrouteLM, name: str, *, limit: int | None, fewshot: int | None, seed: int
-    ) -> tuple[dict[str, Any], list[Item]]:
+    ) -> tuple[dict[str, Any], list[AnsweredItem]]:
         """Run a task, a group or a tag that was loaded.
 
         Returns:
@@ -82,17 +89,26 @@ class Tasks:
             many texts lost their beginning. And the items of all tasks.
 
         Raises:
-            RequestError: the model cannot be asked what the task asks.
+            RequestError: the model cannot be asked what the task asks, or the task needs a package, or the network, that is not there.
             FailureError: the model gives no probabilities.
         """
         from lm_eval import simple_evaluate
 
         model.cut = 0
-        with network(self._download):
-            results = simple_evaluate(
-                model=model, tasks=self._loaded[name], task_manager=self._manager, num_fewshot=fewshot, limit=limit, bootstrap_iters=0,
-                random_seed=seed, numpy_random_seed=seed, torch_random_seed=seed, fewshot_random_seed=seed,
-            )  # fmt: skip
+        with network(self._download) as refused:
+            try:
+                results = simple_evaluate(
+                    model=model, tasks=self._loaded[name], task_manager=self._manager, num_fewshot=fewshot, limit=limit, bootstrap_iters=0,
+                    random_seed=seed, numpy_random_seed=seed, torch_random_seed=seed, fewshot_random_seed=seed,
+                )  # fmt: skip
+            except ImportError as error:
+                raise _package_missing(name, error) from error
+            except Exception as error:
+                if not refused:
+                    raise
+                raise RequestError(
+                    f"the task {name} reaches for {refused[0]}, and the network is off; run this with --download where there is one."
+                ) from error
         assert results is not None
         found, items = {}, []
         for task, samples in results["samples"].items():
@@ -130,19 +146,41 @@ class Tasks:
         ) from error
 
 
-@contextmanager
-def network(allowed: bool) -> Iterator[None]:
-    """Allow or forbid the libraries of Hugging Face, and the processes that they start, to reach the hub."""
-    import datasets.config
-    import huggingface_hub.constants
+def _package_missing(task: str, error: ImportError) -> RequestError:
+    link: BaseException | None = error
+    while link is not None:
+        package = (getattr(link, "name", None) or "").split(".")[0]
+        if isinstance(link, ModuleNotFoundError) and package and package not in sys.modules:
+            return RequestError(f"the task {task} needs the package {package}: pip install {package}")
+        link = link.__cause__ or link.__context__
+    return RequestError(f"the task {task} cannot be loaded: {(str(error).strip().splitlines() or ['a module is missing'])[0]}")
 
-    # Both read the environment when they are imported, so their own switches are set, and the environment for other processes.
-    modules = (huggingface_hub.constants, datasets.config)
+
+@contextmanager
+def network(allowed: bool) -> Iterator[list[str]]:
+    """Allow or forbid access to the network, for as long as the context lasts; gives the hosts that were refused.
+
+    Where it is forbidden, the libraries of Hugging Face and the processes that they start are told to be offline, and every thread of this
+    process gets an OSError in place of an address, or a connection, of another machine. Sockets of this machine stay.
+    """
+    refused: list[str] = []
+    with ExitStack() as stack:
+        stack.enter_context(_switched(offline=not allowed))
+        if not allowed:
+            stack.enter_context(_this_machine_only(refused))
+        yield refused
+
+
+@contextmanager
+def _switched(*, offline: bool) -> Iterator[None]:
+    # All three read the environment when they are imported, so their own switches are set, and the environment for other processes.
+    names = ("huggingface_hub.constants", "datasets.config", *(["evaluate.config"] if importlib.util.find_spec("evaluate") else []))
+    modules = [importlib.import_module(name) for name in names]
     before = [(module, name, getattr(module, name)) for module in modules for name in SWITCHES if hasattr(module, name)]
     environment = {name: os.environ.get(name) for name in SWITCHES}
     for module, name, _ in before:
-        setattr(module, name, not allowed)
-    os.environ.update(dict.fromkeys(SWITCHES, "0" if allowed else "1"))
+        setattr(module, name, offline)
+    os.environ.update(dict.fromkeys(SWITCHES, "1" if offline else "0"))
     try:
         yield
     finally:
@@ -153,3 +191,50 @@ def network(allowed: bool) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = given
+
+
+@contextmanager
+def _this_machine_only(refused: list[str]) -> Iterator[None]:
+    resolve, sockets = socket.getaddrinfo, {name: getattr(socket.socket, name) for name in ("connect", "connect_ex")}
+    own = {name for name in sockets if name in vars(socket.socket)}
+
+    def check(host: Any) -> None:
+        if not _is_this_machine(host):
+            name = host.decode(errors="replace") if isinstance(host, bytes) else str(host)
+            refused.append(name)
+            raise OSError(errno.ENETUNREACH, f"{name} is not this machine, and network access is off without --download")
+
+    def resolved(host: Any, *arguments: Any, **options: Any) -> Any:
+        check(host)
+        return resolve(host, *arguments, **options)
+
+    def guarded(connect: Callable[..., Any]) -> Callable[..., Any]:
+        def connected(self: socket.socket, address: Any) -> Any:
+            if isinstance(address, tuple):  # of a path on this machine it is a string
+                check(address[0])
+            return connect(self, address)
+
+        return connected
+
+    socket.getaddrinfo = resolved
+    for name, connect in sockets.items():
+        setattr(socket.socket, name, guarded(connect))
+    try:
+        yield
+    finally:
+        socket.getaddrinfo = resolve
+        for name, connect in sockets.items():
+            if name in own:
+                setattr(socket.socket, name, connect)
+            else:
+                delattr(socket.socket, name)  # inherited again
+
+
+def _is_this_machine(host: Any) -> bool:
+    name = host.decode(errors="replace") if isinstance(host, bytes) else host
+    if name is None or name in ("", "localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(str(name).split("%")[0]).is_loopback
+    except ValueError:
+        return False

@@ -34,7 +34,7 @@ class Piece(NamedTuple):
     """What one step adds to one row. Every row's last piece, and no other, has a `finish`."""
 
     row: int
-    """The prompt's number in the request."""
+    """The prompt's place among the prompts."""
     token: int | None
     """None where the text ended without one: an id of `end` came, or the limit is 0."""
     logprob: float | None
@@ -52,6 +52,7 @@ def generate(
     end: Collection[int] = (),
     stop: Sequence[str] = (),
     decode: Decode | None = None,
+    rows: Sequence[int] | None = None,
 ) -> list[Generation]:
     """Continue every prompt, in one batch; rows that have ended leave it.
 
@@ -64,10 +65,11 @@ def generate(
         end: ids that end a text and are no part of it.
         stop: strings that end a text and are no part of it, wherever the borders of tokens lie; see `first_stop`.
         decode: token ids to text, such as `TextTokenizer.decode`.
+        rows: the prompts' numbers in a larger request of which they are a part, one each: i of (seed, i). None: 0, 1, 2 and so on.
 
     Raises:
-        RequestError: an empty prompt, an id outside the vocabulary, a negative limit, `stop` without `decode`, an empty stop string, or a
-            residual method that cannot decode a token at a time.
+        RequestError: an empty prompt, an id outside the vocabulary, a negative limit, another number of `rows` than of prompts, `stop`
+            without `decode`, an empty stop string, or a residual method that cannot decode a token at a time.
         FailureError: the model's logits are not numbers.
     """
     ids: list[list[int]] = [[] for _ in prompts]
@@ -75,7 +77,7 @@ def generate(
     texts: list[list[str]] = [[] for _ in prompts]
     finishes: list[Finish] = ["limit"] * len(prompts)
     for row, token, logprob, text, finish in stream(
-        model, prompts, limit=limit, sampling=sampling, end=end, stop=stop, decode=decode
+        model, prompts, limit=limit, sampling=sampling, end=end, stop=stop, decode=decode, rows=rows
     ):
         if token is not None and logprob is not None:
             ids[row].append(token)
@@ -96,18 +98,21 @@ def stream(
     end: Collection[int] = (),
     stop: Sequence[str] = (),
     decode: Decode | None = None,
+    rows: Sequence[int] | None = None,
 ) -> Iterator[Piece]:
     """`generate`, a `Piece` a time as tokens come, in the order of rows at each step. The prompts are read, or refused, at once."""
     if limit < 0:
         raise RequestError(f"limit = {limit} is not allowed; it takes 0 or more.")
     if stop and decode is None:
         raise RequestError("stop strings need text to look at: give `decode` too, such as tokenizer.decode.")
+    if rows is not None and len(rows) != len(prompts):
+        raise RequestError(f"rows has {len(rows)} numbers for {len(prompts)} prompts; give one for each, or none.")
     texts = [TextStream(decode or _no_text, prompt if decode else (), stop) for prompt in prompts]
     if limit == 0 or not prompts:
         return (Piece(row, None, None, "", "limit") for row in range(len(prompts)))
     session = Session(model)
     logits = session.prefill(prompts)
-    draws = Draws(sampling, prompts, vocabulary=logits.shape[-1], device=logits.device)
+    draws = Draws(sampling, prompts, vocabulary=logits.shape[-1], device=logits.device, rows=rows)
     return _pieces(session, logits, draws, texts, limit, frozenset(end))
 
 

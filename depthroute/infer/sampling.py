@@ -42,7 +42,7 @@ class Sampling:
     min_p: float | None = None
     """Draw among the tokens that are at least min_p times as likely as the likeliest (Nguyen et al., 2024, section 3). None: among all."""
     seed: int = 0
-    """Of the draws. The uniform numbers of row i come from (seed, i) alone, one a token: see `Draws`."""
+    """Of the draws. The uniform numbers of row i of a request come from (seed, i) alone, one a token: see `Draws`."""
 
     def __post_init__(self) -> None:
         for name, allowed, takes in (
@@ -86,14 +86,19 @@ class Draws:
     what a row draws does not depend on the other rows, on how many there are, or on whether they have ended.
 
     Args:
-        prompts: of all rows, by the row's number in the request.
+        prompts: of all rows of the batch.
+        rows: the number of each in the request, where the batch is a part of it. None: the batch is the request.
         vocabulary: V.
         device: where the logits are.
     """
 
-    def __init__(self, sampling: Sampling, prompts: Sequence[Sequence[int]], *, vocabulary: int, device: torch.device) -> None:
+    def __init__(
+        self, sampling: Sampling, prompts: Sequence[Sequence[int]], *, vocabulary: int, device: torch.device,
+        rows: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         self._sampling = sampling
-        self._generators = [parameter_generator(sampling.seed, str(row)) for row in range(len(prompts))]
+        numbers = range(len(prompts)) if rows is None else rows
+        self._generators = [parameter_generator(sampling.seed, str(number)) for number in numbers]
         self._seen: Tensor | None = None
         if sampling.repetition_penalty != 1:
             self._seen = torch.zeros(len(prompts), vocabulary, dtype=torch.bool, device=device)

@@ -102,6 +102,15 @@ def test_texts_are_generated_greedily_until_they_end(lm: DepthrouteLM) -> None:
     assert whole == text and stopped == text[: text.index(text[3:5])] and isinstance(other, str)
 
 
+def test_sampled_texts_depend_on_seed_and_place_and_not_on_batches(subject: Subject) -> None:
+    prompts = asked("generate_until", *[("The old river", {"until": [], "do_sample": True, "temperature": 1.0, "max_gen_toks": 8})] * 5)
+    whole, alone, other = (
+        DepthrouteLM(subject=subject, batch_tokens=tokens, seed=seed).generate_until(prompts)
+        for tokens, seed in ((500, 3), (64, 3), (500, 4))
+    )
+    assert whole == alone and len(set(whole)) == 5 and not set(whole) & set(other)
+
+
 def test_a_prompt_leaves_room_for_what_is_generated(lm: DepthrouteLM) -> None:
     (found,) = lm.generate_until(asked("generate_until", (LONG, {"max_gen_toks": 20})))
     kept = lm.tok_decode(lm.tok_encode(LONG)[-(CONTEXT - 20):])

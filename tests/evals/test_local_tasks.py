@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 from depthroute.common.errors import RequestError
 from depthroute.common.files import read_json, read_json_lines
 from depthroute.data import MultiHopConfig, PrepareConfig, TokenDataset, prepare
-from depthroute.evals.local_tasks import MAKERS, LocalTask, LocalTasks, texts
+from depthroute.evals import local_tasks
+from depthroute.evals.local_tasks import MAKERS, LocalTask, LocalTasks, follow_move, texts
 from depthroute.evals.tasks import Tasks
 
 CONTEXT = 64
@@ -28,7 +30,10 @@ def written(folder: Path, data: Path, **settings: Any) -> tuple[list[LocalTask],
 @pytest.fixture(scope="module")
 def items(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     tasks, found = written(tmp_path_factory.mktemp("tasks"), data)
-    assert [(task.items, task.reason) for task in tasks] == [(len(found[task.name]), None) for task in tasks]
+    assert [task.items for task in tasks] == [len(found[task.name]) for task in tasks]
+    assert [task.reason for task in tasks] == [
+        None, None, "prompts of 40 tokens have no room for the needle, a line of text and the question.",
+    ]  # fmt: skip
     assert list(found) == list(MAKERS)
     return found
 
@@ -100,7 +105,7 @@ def test_what_has_no_room_is_left_out_with_the_reason(tmp_path: Path, data: Path
         "no paragraph of the text has four sentences that fit into the context together.",
         "the context has no room for the needle, a line of text and the question.",
     ]
-    assert not (tmp_path / "short").exists()
+    assert [path.name for path in (tmp_path / "short").iterdir()] == [".lock"]
     without_sentences, _ = written(tmp_path / "words", trained_run.parent / "tokens", context=200)
     assert [bool(task.items) for task in without_sentences] == [False, False, True]
 
@@ -133,3 +138,50 @@ def test_the_harness_reads_the_files_alone(data: Path, tmp_path: Path) -> None:
         else:
             assert texts[:4] == [(item["context"], f" {choice}") for choice in item["choices"]]
     assert read_json(tmp_path / "local_needle.yaml")["metadata"]["context"] == CONTEXT * 2
+
+
+def test_only_what_is_asked_for_is_written(data: Path, tmp_path: Path) -> None:
+    dataset, (words, orders, needle) = TokenDataset.open(data), MAKERS
+    LocalTasks(dataset=dataset, context=NEEDLE_CONTEXT, items=6).write(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    (made,) = LocalTasks(dataset=dataset, context=NEEDLE_CONTEXT, items=4, seed=1).write(tmp_path, [words])
+    changed = {name for name, content in before.items() if (tmp_path / name).read_bytes() != content}
+    assert made.name == words and changed == {f"{words}.jsonl", f"{words}.yaml"}
+    LocalTasks(dataset=dataset, context=5, items=4).write(tmp_path, [needle])
+    left = {path.name for path in tmp_path.iterdir()}
+    kept = {f"{name}.{ending}" for name in (words, orders) for ending in ("jsonl", "yaml")}
+    assert left == {".lock", *kept}, "a task with no room is gone"
+
+
+def test_files_are_written_by_one_process_at_a_time(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = []
+
+    def seen(path: Path, text: str) -> None:
+        with (tmp_path / ".lock").open() as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held.append(path)
+
+    monkeypatch.setattr(local_tasks, "write_text", seen)
+    LocalTasks(dataset=TokenDataset.open(data), context=NEEDLE_CONTEXT, items=2).write(tmp_path)
+    assert len(held) == 3
+
+
+def test_moved_files_name_the_data_beside_them(data: Path, tmp_path: Path) -> None:
+    LocalTasks(dataset=TokenDataset.open(data), context=NEEDLE_CONTEXT, items=2).write(tmp_path / "old")
+    before = read_json(tmp_path / "old" / "local_needle.yaml")
+    (tmp_path / "old").rename(tmp_path / "new")
+    follow_move(tmp_path / "new")
+    after = read_json(tmp_path / "new" / "local_needle.yaml")
+    assert Path(after["dataset_kwargs"]["data_files"]["validation"]).exists() and "/old/" not in json.dumps(after)
+    assert {**after, "dataset_kwargs": None} == {**before, "dataset_kwargs": None}
+    written_at = (tmp_path / "new" / "local_needle.yaml").stat().st_mtime_ns
+    follow_move(tmp_path / "new")
+    assert (tmp_path / "new" / "local_needle.yaml").stat().st_mtime_ns == written_at
+    follow_move(tmp_path / "nowhere")
+
+
+def test_few_items_of_the_needle_are_spread_over_its_cells(data: Path, tmp_path: Path, items: dict[str, list[dict[str, Any]]]) -> None:
+    few = written(tmp_path, data, items=5)[1]["local_needle"]
+    assert len(few) == len({item["cell"] for item in few}) == 5
+    first = [item["cell"] for item in items["local_needle"][:10]]
+    assert len(set(first)) == 10, "and so are the first ones of many"

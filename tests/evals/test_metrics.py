@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from depthroute.evals.metrics import cells_of, documents_of, items_of, mean_uncertainty, metrics_of, uncertainty, wilson
+from depthroute.evals.metrics import cells_of, clustered, documents_of, items_of, mean_uncertainty, metrics_of, uncertainty, wilson
 from depthroute.evals.presets import LOW_RANK, average
 from depthroute.study.clusters import cluster_bootstrap
 from depthroute.study.statistics import t_interval
@@ -63,12 +64,12 @@ def test_the_chance_of_a_word_is_that_of_the_most_frequent_one() -> None:
 
 
 def test_the_perplexity_of_answers_has_the_interval_of_its_logarithm() -> None:
-    values = [-1.0, -2.5, -0.5, -3.0]
+    values = [-1.0, -2.5, -0.5, -3.0, -1.75]
     found = uncertainty("perplexity", math.exp(7 / 4), values)
     interval = t_interval(values)
     assert interval is not None
     assert found["interval"] == pytest.approx((math.exp(-interval[1]), math.exp(-interval[0])))
-    assert found["error"] == pytest.approx(math.exp(7 / 4) * mean_uncertainty(values)[0])
+    assert found["error"] == pytest.approx(math.exp(7 / 4) * statistics.stdev(values) / math.sqrt(5))
 
 
 def test_items_of_one_document_are_not_independent() -> None:
@@ -77,12 +78,15 @@ def test_items_of_one_document_are_not_independent() -> None:
     right = {number: float(draw.random() < 0.5) for number in range(20)}
     values = [right[number] for number in documents]
     error, interval = mean_uncertainty(values, documents)
-    drawn = cluster_bootstrap([5 * right[number] for number in range(20)], [5] * 20)
-    assert (error, interval) == (drawn.error, drawn.interval) and error > 2 * mean_uncertainty(values)[0]
+    alone, _ = mean_uncertainty(values)
+    assert error is not None and alone is not None and error > 2 * alone
+    assert error == pytest.approx(statistics.stdev(right.values()) / math.sqrt(20))
+    assert interval == pytest.approx(t_interval([*right.values()]))
     mean = sum(values) / 100
-    assert uncertainty("acc", mean, values, documents)["interval"] == drawn.interval
-    assert uncertainty("acc", 0.0, [0.0] * 100, documents)["interval"] == wilson(0, 20)
+    assert uncertainty("acc", mean, values, documents)["interval"] == interval
+    assert uncertainty("acc", 0.0, [0.0] * 100, documents) == {"error": None, "interval": wilson(0, 20)}
     assert uncertainty("acc", mean, values, list(range(100)))["interval"] == wilson(mean, 100)
+    assert mean_uncertainty(values, [n // 25 for n in range(100)]) == mean_uncertainty(values, [0] * 100) == (None, None), "too few to know"
     assert documents_of([{"document": 1}, {}]) is None and documents_of([]) is None and documents_of([{"document": 1}]) == [1]
 
 
@@ -102,3 +106,32 @@ def test_the_average_of_a_preset_has_equal_weights_and_no_gaps() -> None:
     assert average("low-rank", measured) == {"value": None, "error": None, "missing": [], "partial": ["piqa"]}
     del measured["boolq"]
     assert average("low-rank", measured) == {"value": None, "error": None, "missing": ["boolq"], "partial": ["piqa"]}
+
+
+def test_the_error_of_a_ratio_is_that_of_a_bootstrap_over_documents() -> None:
+    draw = random.Random(5)
+    counts = [draw.randint(1, 40) for _ in range(400)]
+    sums = [count * draw.gauss(3, 1) for count in counts]
+    (error, interval), drawn = clustered(sums, counts), cluster_bootstrap(sums, counts)
+    assert error == pytest.approx(drawn.error, rel=0.05) and interval == pytest.approx(drawn.interval, rel=0.01)
+
+
+def test_answers_of_code_and_numbers_that_are_none_are_kept() -> None:
+    """Lists of texts, as code tasks have, truth values of numpy, and log-probabilities that are not finite."""
+    answers = [["def f(): pass", "def g(): pass"], (np.float64("nan"), np.bool_(False)), [("x", True)], float("-inf"), None]
+    (item,) = items_of("x", [sample(0, 1, filtered_resps=answers, acc=math.nan)])
+    assert item["answers"] == [["def f(): pass", "def g(): pass"], [None, False], [["x", True]], None, None]
+    assert item["answers"][1][1] is False and item["metrics"] == {"acc": None}
+    items = items_of("local_needle", [sample(0, 1, acc=math.nan), *(sample(n, 1) for n in range(1, 9))])
+    nothing = metrics_of("multiple_choice", {"acc,none": math.nan}, items, [1] * 9)["acc"]
+    assert nothing == {"value": None, "error": None, "interval": None, "chance": 0.5}
+    assert metrics_of("multiple_choice", {"acc,none": 1.0}, items, [1] * 9)["acc"]["interval"] is None
+    assert cells_of(items, "acc")["depth 0"]["items"] == 4
+
+
+def test_an_average_has_no_error_where_a_task_has_none() -> None:
+    measured = {task.name: {"items": task.items, "metrics": {task.metric: {"value": 0.5, "error": 0.1}}} for task in LOW_RANK}
+    measured["piqa"]["metrics"]["acc_norm"]["error"] = None  # type: ignore[index]
+    assert average("low-rank", measured) == {"value": 0.5, "error": None, "missing": [], "partial": []}
+    measured["piqa"]["metrics"]["acc_norm"]["value"] = None  # type: ignore[index]
+    assert average("low-rank", measured)["value"] is None

@@ -1,14 +1,14 @@
-"""A run is evaluated task by task: what is finished stays, what is not known is refused, and nothing is fetched."""
+"""A run is evaluated task by task: what is finished stays, and what is not known is refused."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-import os
 import shutil
-import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ from depthroute.data import TokenDataset
 from depthroute.evals import EvalConfig, compare_runs, evaluate_run, store, tasks
 from depthroute.evals import harness as harness_module
 from depthroute.evals import run as run_module
-from depthroute.evals.presets import LOW_RANK
 from depthroute.evals.subject import open_subject
 from depthroute.study.clusters import cluster_bootstrap
 from depthroute.train import evaluate
@@ -133,6 +132,17 @@ def test_what_was_stopped_goes_on_with_the_task_it_stopped_at(own: Path, monkeyp
     assert list(found["evaluations"]) == ["perplexity", *LOCAL]
 
 
+def test_numbers_that_are_none_are_null_and_what_cannot_be_written_leaves_what_was(tmp_path: Path) -> None:
+    store.write_evaluation(tmp_path, "some", {"tasks": {"x": (math.nan, 1.0)}}, [{"doc_id": 0, "answers": [[-math.inf, True]]}])
+    assert read_json(tmp_path / "some.json")["tasks"] == {"x": [None, 1.0]}
+    assert store.read_items(tmp_path, "some") == [{"doc_id": 0, "answers": [[None, True]]}]
+    for evaluation, item in (({"tasks": object()}, {}), ({}, {"answers": object()})):
+        with pytest.raises(TypeError):
+            store.write_evaluation(tmp_path, "some", evaluation, [item])
+        assert read_json(tmp_path / "some.json")["tasks"] == {"x": [None, 1.0]}
+        assert store.read_items(tmp_path, "some")[0]["doc_id"] == 0
+
+
 def test_an_evaluation_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store.write_evaluation(tmp_path, "some", {"tasks": {}}, [{"doc_id": 0}])
     assert store.read_evaluation(tmp_path, "some") == {"format": 1, "name": "some", "tasks": {}}
@@ -155,63 +165,34 @@ def test_a_checkpoint_has_a_folder_of_its_own(own: Path) -> None:
 def test_tasks_that_cannot_be_made_are_named(own: Path) -> None:
     found = evaluate_run(own, config("perplexity", "local", context=16))
     assert list(found["left_out"]) == ["local_sentence_order", "local_needle"]
+    assert {path.stem for path in (own / "evals" / "tasks").glob("*.yaml")} == {"local_last_word"}
     with pytest.raises(RequestError, match=r"none of the tasks can be made of .*: no paragraph"):
         evaluate_run(own, config("local_sentence_order", context=16))
 
 
-def test_data_that_are_not_here_are_named_and_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("first", "second"):
-        write_json(tmp_path / f"{name}.yaml", {"task": name, "dataset_path": f"someone/{name}-data", "output_type": "multiple_choice"})
-    monkeypatch.setattr(socket.socket, "connect", lambda *arguments: pytest.fail("it reached for the network"))
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: pytest.fail("it reached for the network"))
-    found = tasks.Tasks(tmp_path, known=False, download=False)
-    with pytest.raises(RequestError) as caught:
-        found.load(["first", "second"], also=())
-    message = str(caught.value)
-    assert message.startswith("the data of first (someone/first-data), second (someone/second-data) are not on this machine (")
-    assert "with --download where there is a network" in message and "\n" not in message
-    with pytest.raises(RequestError, match=r"unknown task 'secnd'; perhaps you meant 'second'\. The tasks of the harness"):
-        found.load(["secnd"], also=("low-rank",))
+def test_a_finished_task_keeps_its_files_when_another_is_made(own: Path) -> None:
+    evaluate_run(own, config("local_last_word"))
+    before = (own / "evals" / "tasks" / "local_last_word.jsonl").read_bytes()
+    evaluate_run(own, config("local_sentence_order", seed=1, items=3))
+    assert (own / "evals" / "tasks" / "local_last_word.jsonl").read_bytes() == before
+    moved = own.rename(own.parent / "moved")
+    evaluate_run(moved, config("local_last_word"))
+    files = read_json(moved / "evals" / "tasks" / "local_last_word.yaml")["dataset_kwargs"]["data_files"]
+    assert files == {"validation": str((moved / "evals" / "tasks" / "local_last_word.jsonl").resolve())}
 
 
-def test_data_that_cannot_be_fetched_are_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_json(tmp_path / "first.yaml", {"task": "first", "dataset_path": "someone/first-data", "output_type": "multiple_choice"})
-    found = tasks.Tasks(tmp_path, known=False, download=True)
-    monkeypatch.setattr("datasets.load_dataset", lambda **arguments: (_ for _ in ()).throw(ConnectionError("no route\nto it")))
-    with pytest.raises(FailureError, match=r"the data of first \(someone/first-data\) cannot be fetched: no route$"):
-        found.load(["first"], also=())
+def test_a_context_beyond_the_models_is_refused(own: Path) -> None:
+    with pytest.raises(RequestError, match=r"context = 65 is not allowed; the model of .* has a context of 64 tokens"):
+        evaluate_run(own, config("local_last_word", context=65))
 
 
-def test_the_network_is_allowed_for_as_long_as_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets.config
-    import huggingface_hub.constants
-
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.delenv("HF_DATASETS_OFFLINE", raising=False)
-    for module in (datasets.config, huggingface_hub.constants):
-        monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
-    with tasks.network(True):
-        assert not datasets.config.HF_HUB_OFFLINE and not huggingface_hub.constants.HF_HUB_OFFLINE
-        assert os.environ["HF_HUB_OFFLINE"] == os.environ["HF_DATASETS_OFFLINE"] == "0"
-        with tasks.network(False):
-            assert datasets.config.HF_HUB_OFFLINE and huggingface_hub.constants.is_offline_mode()
-        assert not datasets.config.HF_HUB_OFFLINE and not huggingface_hub.constants.is_offline_mode()
-    assert datasets.config.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1" and "HF_DATASETS_OFFLINE" not in os.environ
-
-
-def test_the_tasks_of_the_low_rank_paper_have_their_metrics_in_the_harness() -> None:
-    import lm_eval.tasks
-
-    root = Path(lm_eval.tasks.__file__).parent
-    folders = [root / name for name in ("arc", "super_glue/boolq", "commonsense_qa", "hellaswag", "openbookqa", "piqa", "siqa")]
-    known = lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False).task_index
-    for task in LOW_RANK:
-        found = known[task.name].cfg
-        assert found is not None and found["output_type"] == "multiple_choice" and "num_fewshot" not in found
-        assert task.metric in {metric["metric"] for metric in found["metric_list"]}
-    assert sum(task.items for task in LOW_RANK) == 1172 + 2376 + 500 + 3270 + 1221 + 10_042 + 1838 + 1954
-    assert {task.name for task in LOW_RANK if task.metric == "acc"} == {"boolq", "commonsense_qa", "social_iqa"}
-    assert config("low-rank", "piqa").names == tuple(task.name for task in LOW_RANK)
+def test_lengths_of_the_needle_without_room_are_named(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--tasks", "local_needle", "--items", "12", "--limit", "3", "--precision", "float32", "--device", "cpu"]
+    command.main([str(own), *options])
+    entry = read_json(own / "evals" / "local_needle.json")["tasks"]["local_needle"]
+    assert entry["left_out"].startswith("prompts of 16 and 32 tokens have no room")
+    assert f"local_needle: {entry['left_out']}" in capsys.readouterr().out
+    assert len(entry["cells"]) == entry["items"] == 3, "three items, three cells"
 
 
 def test_without_the_harness_perplexity_is_still_there(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,6 +209,8 @@ def test_without_the_harness_perplexity_is_still_there(own: Path, monkeypatch: p
     [
         ({"tasks": ()}, "tasks = '' is not allowed"),
         ({"tasks": ("piqa", "")}, "tasks = 'piqa,' is not allowed"),
+        ({"tasks": ("../piqa",)}, r"task '\.\./piqa' is not allowed; tasks are asked for by name"),
+        ({"tasks": ("sub/piqa",)}, "task 'sub/piqa' is not allowed"),
         ({"tasks": ("piqa",), "split": "train"}, "split = 'train' is not allowed; it takes validation or test"),
         ({"tasks": ("piqa",), "limit": 0}, "limit = 0 is not allowed; it takes 1 or more"),
         ({"tasks": ("piqa",), "fewshot": -1}, "fewshot = -1 is not allowed; it takes 0 or more"),
@@ -250,7 +233,8 @@ def test_two_runs_are_compared_and_written(own: Path, write_run: Any, tmp_path: 
     options = ["--tasks", "perplexity,local_sentence_order", "--items", "12", "--precision", "float32", "--device", "cpu"]
     command.main([str(own), "--against", str(other), *options, "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert found == read_json(own / "evals" / "against-other-step-00000002.json")
+    weights = open_subject(other, device="cpu", precision="float32").weights[:8]
+    assert found == read_json(own / "evals" / f"against-{tmp_path.name}-other-step-00000002-{weights}.json") and found["left_out"] == {}
     assert found == json.loads(json.dumps(compare_runs(own, other, config("perplexity", "local_sentence_order", batch_tokens=16_384))))
     assert list(found["tasks"]) == ["perplexity", "local_sentence_order"]
     ours, theirs = (read_json(run / "evals" / "perplexity.json")["tasks"]["perplexity"]["metrics"]["nll"]["value"] for run in (own, other))
@@ -258,8 +242,54 @@ def test_two_runs_are_compared_and_written(own: Path, write_run: Any, tmp_path: 
     command.main([str(own), "--against", str(other), *options])
     said = capsys.readouterr().out
     assert "only a : b" in said and "local_sentence_order  acc" in said and "perplexity            nll" in said
-    with pytest.raises(RequestError, match="the two did not answer the same items of local_sentence_order"):
-        compare_runs(own, write_run(tmp_path / "longer", context=80), config("local_sentence_order", batch_tokens=16_384))
+
+
+def test_comparisons_of_other_runs_stay(own: Path, write_run: Any, tmp_path: Path) -> None:
+    """Arms and seeds of a study end in the same folder name, and a run that goes on keeps its own."""
+    for arm, seed in (("one", 1), ("two", 2), ("two", 3)):
+        other = tmp_path / arm / "seed-0"
+        shutil.rmtree(other, ignore_errors=True)
+        other.parent.mkdir(exist_ok=True)
+        compare_runs(own, write_run(other, seed=seed), config("perplexity", tokens=200))
+    names = sorted(path.name for path in (own / "evals").glob("against-*"))
+    assert len(names) == 3 and [name.split("-step")[0] for name in names] == ["against-one-seed-0", *["against-two-seed-0"] * 2]
+
+
+def test_what_cannot_be_compared_is_said_before_it_is_evaluated(
+    own: Path, write_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longer = write_run(tmp_path / "longer", context=80)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "_evaluate", lambda *arguments: pytest.fail("it was evaluated"))
+        with pytest.raises(RequestError, match=r"local_needle cannot be .* context of .* is 64 and that of .* 80; give --context 64"):
+            compare_runs(own, longer, config("local_needle"))
+        with pytest.raises(RequestError, match=r"perplexity cannot be compared: the context of .*; leave it out"):
+            compare_runs(own, longer, config("perplexity", context=50))
+        opened = [open_subject(own, device="cpu", precision="float32")] * 2
+        opened[1] = dataclasses.replace(opened[0], dataset=SimpleNamespace(fingerprint="other", directory=tmp_path))
+        subjects = iter(opened)
+        patch.setattr(run_module, "open_subject", lambda *arguments, **options: next(subjects))
+        with pytest.raises(RequestError, match=r"perplexity cannot be compared: the data of .* with other tokens"):
+            compare_runs(own, own, config("perplexity"))
+    assert compare_runs(own, longer, config("local_last_word", context=48))["tasks"]
+
+
+def test_tasks_that_one_of_the_two_lacks_are_named(
+    own: Path, write_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write_run(tmp_path / "other", seed=1)
+    real = run_module._write_local_tasks
+
+    def lacking(config: EvalConfig, subject: Any, *arguments: Any) -> Any:
+        left_out, parts = real(config, subject, *arguments)
+        return ({"local_needle": "there is no room."} if subject.path == other else left_out), parts
+
+    monkeypatch.setattr(run_module, "_write_local_tasks", lacking)
+    options = ["--tasks", "perplexity,local_needle", "--items", "12", "--precision", "float32", "--device", "cpu"]
+    command.main([str(own), "--against", str(other), *options])
+    assert "local_needle is left out: of b, there is no room." in capsys.readouterr().out
+    (written,) = (own / "evals").glob("against-*")
+    assert read_json(written)["left_out"] == {"local_needle": "of b, there is no room."}
 
 
 def test_the_command_shows_what_it_found(own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

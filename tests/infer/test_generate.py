@@ -130,6 +130,16 @@ def test_every_row_is_what_it_is_alone(model: Decoder, sampling: Sampling) -> No
     same(generate(model, PROMPTS[:1], limit=25, sampling=sampling, end=end, stop=stop, decode=spelt)[0], found[0])
 
 
+def test_a_request_in_parts_is_the_whole_request(model: Decoder) -> None:
+    whole = generate(model, PROMPTS, limit=8, sampling=Sampling(seed=6))
+    for start in range(0, len(PROMPTS), 2):
+        rows = range(start, min(start + 2, len(PROMPTS)))
+        part = generate(model, [PROMPTS[row] for row in rows], limit=8, sampling=Sampling(seed=6), rows=rows)
+        assert [found.ids for found in part] == [whole[row].ids for row in rows]
+    with pytest.raises(RequestError, match="rows has 1 numbers for 2 prompts"):
+        generate(model, [[1], [2]], limit=1, rows=[0])
+
+
 @pytest.mark.usefixtures("engine")
 def test_a_greedy_token_is_the_likeliest_within_the_context_and_beyond(model: Decoder) -> None:
     [found] = generate(model, [[3, 5]], limit=24, sampling=Sampling(temperature=0))

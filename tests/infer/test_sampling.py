@@ -148,6 +148,14 @@ def test_a_row_draws_the_same_whatever_becomes_of_the_others() -> None:
     assert [int(first.draw(step[:1])[0]) for step in steps] == together[:, 0].tolist()
 
 
+def test_a_part_of_a_request_draws_as_the_whole_does() -> None:
+    sampling, row = Sampling(seed=2), torch.zeros(V)
+    whole = draws(sampling, [[0]] * 5)
+    part = Draws(sampling, [[0]] * 2, vocabulary=V, device=torch.device("cpu"), rows=[4, 1])
+    for _ in range(8):
+        assert part.draw(row.expand(2, V))[0].tolist() == whole.draw(row.expand(5, V))[0][[4, 1]].tolist()
+
+
 def test_the_penalty_counts_the_prompt_and_the_text() -> None:
     one = draws(Sampling(temperature=0, repetition_penalty=10.0), [[3], [4]])
     row = torch.tensor([[1.0, 2.0, 3.0, 9.0, 8.0, *[0.0] * 12]] * 2)
