@@ -20,12 +20,13 @@ from depthroute.analysis.routing import RoutingTotals
 from depthroute.analysis.watch import place
 from depthroute.common.errors import RequestError
 from depthroute.common.files import read_json_lines, write_json
-from depthroute.data import TokenDataset, evaluation_windows
+from depthroute.data import evaluation_windows
 from depthroute.model import Decoder
 from depthroute.model.loss import token_nll
 from depthroute.train import load_trained
 from depthroute.train.config import RunConfig
 from depthroute.train.devices import autocast
+from depthroute.train.run_data import run_data
 
 TEXT_TOKENS = 96
 Report = Callable[[str], None]
@@ -57,7 +58,7 @@ def analyse(
     """
     config, model = load_trained(run)
     model.eval()
-    dataset = TokenDataset.open(data or Path(config.data))
+    dataset = run_data(run, config, data)
     tokenizer = dataset.tokenizer()
     ids = tokenizer.encode(text) if text is not None else dataset.tokens("validation")[: min(TEXT_TOKENS, config.model.context)].tolist()
     if not ids or len(ids) > config.model.context:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from depthroute.common.files import write_json
-from depthroute.data import TokenDataset, evaluation_windows
+from depthroute.data import evaluation_windows
 from depthroute.model import Decoder
 from depthroute.residual import Memory
 from depthroute.train import load_trained
+from depthroute.train.run_data import run_data
 
 TOKENS = 32_768
 
@@ -34,7 +35,7 @@ def write_routing(run: Path, *, data: Path | None = None, tokens: int = TOKENS) 
         FailureError: a truncated checkpoint or shard.
     """
     config, model = load_trained(run)
-    dataset = TokenDataset.open(data or Path(config.data))
+    dataset = run_data(run, config, data)
     totals = RoutingTotals(model)
     model.eval()
     with torch.no_grad():

@@ -62,6 +62,11 @@ def main(arguments: Sequence[str]) -> None:
         print(json.dumps(found, indent=2))
         return
     print(f"{options.out}: {found['layout']}, {len(found['tensors'])} tensors taken over, {len(found['unused'])} without a use")
+    if found["begin_of_document"] is not None:
+        print(
+            f"its tokenizer puts {found['begin_of_document']!r} in front of a text; so that the training does too: depthroute data ... "
+            f"--begin-of-document '{found['begin_of_document']}'"
+        )
     for what, name in (("the plain decoder, float64", "float64"), ("the original under transformers, float32", "original")):
         check = found[name]
         if "skipped" in check:

@@ -33,11 +33,12 @@ def main(arguments: Sequence[str]) -> None:
     import torch
 
     from depthroute.analysis.boundaries import ends_of, output_similarity
-    from depthroute.data import TokenDataset, evaluation_windows
+    from depthroute.data import evaluation_windows
     from depthroute.train import load_trained
+    from depthroute.train.run_data import run_data
 
     config, model = load_trained(options.run)
-    tokens = TokenDataset.open(options.data or Path(config.data)).tokens("validation")
+    tokens = run_data(options.run, config, options.data).tokens("validation")
     ends_of([0.0] * (config.model.body.sublayers - 1), options.blocks)  # a wrong number is refused before the model runs
     windows = evaluation_windows(tokens, config.model.context, options.tokens)
     similarity = output_similarity(model, (torch.from_numpy(batch[:, :-1]) for batch in windows))

@@ -35,6 +35,9 @@ class Options:
     end_of_document: str | None = None
     """The token of the ready tokenizer that ends a document. Default: the `eos_token` of the tokenizer_config.json beside it, or a usual
     name."""
+    begin_of_document: str | None = None
+    """A token of the ready tokenizer to put in front of every document, as its checkpoint was trained; `depthroute adopt` says which.
+    Default: none."""
     validation_share: float = 0.05
     """Share of the documents set aside for validation."""
     test_share: float = 0.005

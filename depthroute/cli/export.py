@@ -29,6 +29,8 @@ class Options:
     """The new folder."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """That of the stored weights; route queries stay float32. Default: the run's, float32."""
+    data: Path | None = None
+    """The token shards whose tokenizer to use. Default: those the run names, or the tokenizer of an adopted checkpoint."""
     json: bool = False
     """Print JSON."""
 
@@ -39,9 +41,11 @@ def main(arguments: Sequence[str]) -> None:
     from depthroute.report.model_card import model_card
 
     quiet()
-    found = export_hf(options.run, options.out, dtype=options.dtype, card=model_card(options.run))
+    found = export_hf(options.run, options.out, data=options.data, dtype=options.dtype, card=model_card(options.run))
     if options.json:
         print(json.dumps(found, indent=2))
         return
     print(f"{options.out}: {found['parameters']:,} parameters in {found['dtype']}")
-    print(f"float64 logits differ by {found['logits_max_difference']:.1e} of {found['logits_max']:.1e} from the run's")
+    print(f"float64 logits differ by {found['logits_max_difference']:.1e} of {found['logits_max']:.1e} from the run's with these weights")
+    if found["rounding_max_difference"]:
+        print(f"storing the weights in {found['dtype']} moved a logit by {found['rounding_max_difference']:.1e} at most")

@@ -45,7 +45,7 @@ class Options:
     precision: Literal["auto", "float32", "bf16"] = "float32"
     """Of the weights. `auto`: bf16 where the processor has it."""
     data: Path | None = None
-    """The token shards whose tokenizer to use. Default: those the run names."""
+    """The token shards whose tokenizer to use. Default: those the run names, or the tokenizer of an adopted checkpoint."""
     json: bool = False
     """Print a JSON list with ids, log-probabilities and how each text ended."""
 
@@ -55,10 +55,10 @@ def main(arguments: Sequence[str]) -> None:
     import torch
 
     from depthroute.common.errors import RequestError
-    from depthroute.data import TokenDataset
     from depthroute.infer import Sampling, generate, stream
     from depthroute.train import load_trained
     from depthroute.train.devices import resolve_device, resolve_precision
+    from depthroute.train.run_data import run_tokenizer
 
     if not options.prompt:
         raise RequestError("there is no prompt; give --prompt TEXT, or --prompt - for standard input.")
@@ -69,14 +69,14 @@ def main(arguments: Sequence[str]) -> None:
         min_p=options.min_p, seed=options.seed,
     )  # fmt: skip
     config, model = load_trained(options.run)
-    dataset = TokenDataset.open(options.data or Path(config.data))
-    tokenizer = dataset.tokenizer()
+    tokenizer = run_tokenizer(options.run, config, options.data)
     prompts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in options.prompt]
     texts = [text for text in prompts for _ in range(options.count)]
+    front = [] if tokenizer.begin is None else [tokenizer.begin]
     device = resolve_device(options.device)
     settings: dict[str, Any] = {
-        "model": model.to(device), "prompts": [tokenizer.encode(text) for text in texts], "limit": options.tokens, "sampling": sampling,
-        "end": [dataset.end], "stop": options.stop, "decode": tokenizer.decode,
+        "model": model.to(device), "prompts": [front + tokenizer.encode(text) for text in texts], "limit": options.tokens,
+        "sampling": sampling, "end": [tokenizer.end], "stop": options.stop, "decode": tokenizer.decode,
     }  # fmt: skip
     if resolve_precision(options.precision, device) == "bf16":
         model.cast_body(torch.bfloat16)

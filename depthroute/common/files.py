@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
+import hashlib
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +41,81 @@ def explain_os_errors(path: Path, doing: str) -> Iterator[None]:
         raise
 
 
+def refuse_filled(path: Path) -> None:
+    """Raise RequestError where `path` is there and no empty folder, so that `new_folder` could not become it."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RequestError(f"{path} is there already and no empty folder; choose another one.")
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder beside `path` that becomes it when the context ends well, and is removed otherwise."""
-    with explain_os_errors(path, "writing"):
+    """A folder beside `path` that becomes it when the context ends well, then on the disk as a whole, and is removed otherwise.
+
+    What kills left of earlier ones for the same `path` is removed first; a process that is alive holds a lock on its own.
+
+    Raises:
+        RequestError: `path` is there already and no empty folder.
+        FailureError: the disk is full, or the folder cannot be written.
+    """
+    refuse_filled(path)
+    with explain_os_errors(path, "writing"), ExitStack() as stack:
         path.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+        folder = _locked_folder(path, stack)
         try:
             folder.chmod(0o755)  # mkdtemp makes private folders; these are meant to be read
             yield folder
+            for file in folder.rglob("*"):
+                sync(file)
+            sync(folder)
             folder.rename(path)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
+        sync(path.parent)
+
+
+def _locked_folder(path: Path, stack: ExitStack) -> Path:
+    """A temporary folder beside `path`, locked until `stack` closes, after those without a living process are removed."""
+    prefix = f".{path.name}.new-"
+    with ExitStack() as brief:
+        # Of the parent: nobody may take a folder for a left one between its making and its lock.
+        if _try_lock(path.parent, brief, wait=True):
+            for left in path.parent.glob(f"{glob.escape(prefix)}????????"):
+                with ExitStack() as held:
+                    if left.is_dir() and not left.is_symlink() and _try_lock(left, held):
+                        shutil.rmtree(left, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=prefix))
+        _try_lock(folder, stack)
+    return folder
+
+
+def _try_lock(folder: Path, stack: ExitStack, *, wait: bool = False) -> bool:
+    """Lock a folder until `stack` closes. False where another process holds it, or the file system locks no folders."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return False
+    stack.callback(os.close, handle)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True
+
+
+def sync(path: Path) -> None:
+    """Hand a file, or what a folder lists, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, 64 hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ from torch import Tensor, nn
 
 from depthroute.common.config import override, to_json
 from depthroute.common.errors import FailureError, RequestError, choose
-from depthroute.common.files import new_folder, write_json
+from depthroute.common.files import new_folder, refuse_filled, write_json
 from depthroute.convert.foreign import Foreign, ForeignTensors
 from depthroute.convert.layouts import recognise
 from depthroute.convert.streamed import write_checkpoint
 from depthroute.convert.tensor_file import Stored
-from depthroute.data import TokenDataset
+from depthroute.data import TokenDataset, same_tokenizer, usual_begin
 from depthroute.model import Decoder, ModelConfig
 from depthroute.residual import SPECIFICATIONS, AttnResConfig, PreNormConfig, ResidualConfig, parse_residual
 from depthroute.residual.method import unchanged
@@ -67,7 +68,8 @@ def adopt_checkpoint(
         out: a folder that is empty or not there.
         data: token shards of the training to come, made with the checkpoint's tokenizer. None: given to the training.
         settings: dotted changes of the run ("train.learning_rate", "model.context", "model.memory_dtype").
-        dtype: what the body is stored in, "float32" or "bf16"; None keeps what it is. The routing is stored in float32.
+        dtype: what the body is stored in, "float32" or "bf16"; None keeps what it is. The routing is stored in float32, or in
+            float64 where it was.
         original: compare with the original under transformers too, where that is installed and has the architecture.
 
     Raises:
@@ -80,9 +82,13 @@ def adopt_checkpoint(
     foreign, config = recognise(source)
     target = _target(foreign, residual)
     run = _run(target, data, settings or {})
+    if run.model.context > target.context:
+        raise RequestError(
+            f"model.context = {run.model.context} is longer than the checkpoint's max_position_embeddings = {target.context}: "
+            f"it has seen no others, and is not the same model there. It takes {target.context} at most."
+        )
     _check_tokenizer(source, data)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RequestError(f"{out} is there already and no empty folder; choose another one.")
+    refuse_filled(out)
     foreign = dataclasses.replace(foreign, model=dataclasses.replace(foreign.model, context=run.model.context))
     adoption = _Adoption(foreign, run.model, ForeignTensors(source, foreign), None if dtype is None else DTYPES[dtype], run.train.seed)
     tokens = _tokens(run.model)
@@ -91,7 +97,7 @@ def adopt_checkpoint(
             "format": FORMAT, "layout": foreign.layout,
             "source": {"folder": str(source), "architectures": config.get("architectures"), "config": config},
             "residual": to_json(run.model.residual), "dtype": dtype or "as stored", "tensors": adoption.source.names,
-            "unused": adoption.source.unused, "optimiser": "fresh",
+            "unused": adoption.source.unused, "begin_of_document": _begin(source), "optimiser": "fresh",
         }  # fmt: skip
         facts["float64"] = _write(adoption, tokens, folder)
         write_json(folder / "config.json", {"format": RUN_FORMAT, **to_json(run)})
@@ -153,7 +159,9 @@ class _Adoption:
             if name in self._new:
                 found[name] = Stored(torch.float32, tuple(tensor.shape))
             else:
-                dtype = self.source.stored[name].dtype if self.dtype is None or name.startswith("residual.") else self.dtype
+                dtype = self.source.stored[name].dtype if self.dtype is None else self.dtype
+                if name.startswith("residual."):
+                    dtype = torch.promote_types(self.source.stored[name].dtype, torch.float32)
                 found[name] = Stored(dtype, tuple(tensor.shape))
         return found
 
@@ -212,14 +220,18 @@ def _check_tokenizer(source: Path, data: Path | None) -> None:
     """Refuse shards whose token ids mean something else."""
     if data is None or not (source / "tokenizer.json").exists() or not (data / "tokenizer.json").exists():
         return
-    from tokenizers import Tokenizer
-
-    theirs, ours = (Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab() for folder in (source, data))
-    if theirs != ours:
+    if not same_tokenizer(source / "tokenizer.json", data / "tokenizer.json"):
         raise RequestError(
             f"the shards in {data} were made with another tokenizer than that of {source}: their token ids mean other things to this "
             f"model. Prepare them with {source / 'tokenizer.json'}."
         )
+
+
+def _begin(source: Path) -> str | None:
+    """The token that the tokenizer puts in front of a text; None where there is none, or no tokenizer that we read."""
+    with suppress(RequestError, FailureError):
+        return usual_begin(source / "tokenizer.json")
+    return None
 
 
 def _tokens(model: ModelConfig) -> Tensor:
@@ -256,7 +268,9 @@ def _against_original(source: Path, foreign: Foreign, folder: Path, tokens: Tens
         import transformers
     except ImportError:
         return {"skipped": "transformers is not installed"}
-    architecture: Any = getattr(transformers, foreign.architecture)
+    architecture: Any = getattr(transformers, foreign.architecture, None)
+    if architecture is None:
+        return {"skipped": f"transformers {transformers.__version__} has no {foreign.architecture}"}
     model = architecture.from_pretrained(
         source, dtype=torch.float32 if dtype is None else DTYPES[dtype], local_files_only=True, attn_implementation="sdpa"
     )

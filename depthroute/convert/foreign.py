@@ -30,10 +30,10 @@ HARMLESS = frozenset(
     {
         "_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout", "auto_map", "begin_suppress_tokens",
         "bos_token_id", "dtype", "eos_token_id", "finetuning_task", "id2label", "initializer_range", "is_llama_config", "label2id",
-        "model_type", "output_attentions", "output_hidden_states", "output_scores", "pad_token_id", "prefix", "problem_type", "return_dict",
-        "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params", "tokenizer_class", "torch_dtype",
-        "torchscript", "transformers.js_config", "transformers_version", "unk_token_id", "unsloth_fixed", "unsloth_version",
-        "use_bfloat16", "use_cache",
+        "max_sequence_length", "model_type", "output_attentions", "output_hidden_states", "output_scores", "pad_token_id", "prefix",
+        "problem_type", "return_dict", "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params",
+        "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "unk_token_id", "unsloth_fixed",
+        "unsloth_version", "use_bfloat16", "use_cache",
         # of generation, in configurations written by transformers 4
         "bad_words_ids", "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size",
         "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length", "min_length",
@@ -43,6 +43,7 @@ HARMLESS = frozenset(
 )  # fmt: skip
 # And those that would change what is computed, with the only values that do not.
 PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "activation": ("swiglu",),
     "add_cross_attention": (False,),
     "attention_multiplier": (1, 1.0),
     "chunk_size_feed_forward": (0,),

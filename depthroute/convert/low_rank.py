@@ -24,14 +24,15 @@ from torch import Tensor
 
 from depthroute.common.config import to_json
 from depthroute.common.errors import FailureError, RequestError
-from depthroute.common.files import new_folder, read_json_lines, write_json, write_text
+from depthroute.common.files import new_folder, read_json_lines, refuse_filled, write_json, write_text
 from depthroute.convert.rewrite import Rewrite
 from depthroute.convert.streamed import Difference, write_checkpoint
 from depthroute.convert.tensor_file import TensorReader
-from depthroute.data import TokenDataset, evaluation_windows
+from depthroute.data import evaluation_windows
 from depthroute.train import RunConfig, checkpoint, load_trained, recorded_config, train
 from depthroute.train.config import Device
 from depthroute.train.devices import autocast
+from depthroute.train.run_data import run_data
 from depthroute.train.run_folder import FORMAT as RUN_FORMAT
 
 FORMAT = 1
@@ -68,16 +69,11 @@ def convert_low_rank(
     found = checkpoint.latest(run)
     if found is None:
         raise RequestError(f"{run} has no checkpoint yet; train it first.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RequestError(f"{out} is there already and no empty folder; choose another one.")
+    refuse_filled(out)
     state = checkpoint.verify(found)
     if evaluate and state["step"] < config.train.steps:
         raise RequestError(f"{run} is at step {state['step']} of {config.train.steps}: it is evaluated when its training has ended.")
-    dataset = TokenDataset.open(data or Path(config.data))
-    if dataset.vocabulary > config.model.vocabulary:
-        raise RequestError(
-            f"the shards have {dataset.vocabulary} token ids and the model {config.model.vocabulary}; give those of its training."
-        )
+    dataset = run_data(run, config, data)
     validation = dataset.tokens("validation")
     windows = torch.cat([torch.from_numpy(batch) for batch in evaluation_windows(validation, config.model.context, EXACT_TOKENS)])
     rewrite = Rewrite(config.model, TensorReader(found / checkpoint.MODEL), rank)

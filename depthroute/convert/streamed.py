@@ -8,7 +8,6 @@ Shapes: B windows, T tokens, D width, S sources, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +17,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from depthroute.common.files import write_json
 from depthroute.convert.tensor_file import Stored, TensorWriter
 from depthroute.model import Decoder, ModelConfig
 from depthroute.residual import Memory
@@ -62,6 +60,7 @@ def write_checkpoint(rewrite: Conversion, windows: Tensor, folder: Path, state: 
     """Write the converted model into the checkpoint `folder` and compare it with the original on token ids `windows` [B, T].
 
     `state`: that of the original checkpoint, of which the sizes and hashes of the files are replaced. The optimiser's file is empty.
+    `new_folder` around the run hands all of it to the disk.
 
     Raises:
         FailureError: a value is not finite, or beyond the range of the type that it is stored in.
@@ -86,8 +85,9 @@ def write_checkpoint(rewrite: Conversion, windows: Tensor, folder: Path, state: 
         weights = torch.maximum(weights, _weight_difference(memories, 2 * rewrite.config.layers, original.model, converted.model))
         logits, largest = _logit_difference(rewrite, _closed(memories, original.model, converted.model), file)
     save_file({}, folder / checkpoint.OPTIMISER)
-    files = {name: _recorded(folder / name) for name in (checkpoint.MODEL, checkpoint.OPTIMISER)}
-    write_json(folder / checkpoint.STATE, {**state, "files": files})
+    for name in (checkpoint.MODEL, checkpoint.OPTIMISER):
+        (folder / name).chmod(0o644)
+    checkpoint.write_state(folder, state)
     return Difference(logits, largest, weights.item())
 
 
@@ -167,10 +167,3 @@ def _pieces(config: ModelConfig) -> Iterator[tuple[int, int]]:
     """The rows of embedding and head, some at a time."""
     rows = max(1, ELEMENTS // config.width)
     return ((start, min(start + rows, config.vocabulary)) for start in range(0, config.vocabulary, rows))
-
-
-def _recorded(path: Path) -> dict[str, Any]:
-    path.chmod(0o644)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}

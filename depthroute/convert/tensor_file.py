@@ -37,6 +37,8 @@ class TensorReader:
             raise FailureError(f"{path} is missing; download or copy it again.") from error
         except SafetensorError as error:
             raise FailureError(f"{path} is truncated, or not safetensors ({error}); download or copy it again.") from error
+        except OSError as error:
+            raise FailureError(f"{path} cannot be read as a file ({error.strerror or error}); download or copy it again.") from error
         self.stored: dict[str, Stored] = {}
         for name in self._file.keys():  # noqa: SIM118 - not a mapping
             part = self._file.get_slice(name)

@@ -9,7 +9,18 @@ from depthroute.data.multi_hop import MULTI_HOP, MultiHopConfig, MultiHopCorpus
 from depthroute.data.prepare import open_corpus, prepare
 from depthroute.data.readers import FileCorpus
 from depthroute.data.split import SPLITS, DocumentSplit, Split, document_hash
-from depthroute.data.tokenizer import BOS, EOS, PAD, UNK, TextTokenizer, load_tokenizer, ready_tokenizer, train_tokenizer
+from depthroute.data.tokenizer import (
+    BOS,
+    EOS,
+    PAD,
+    UNK,
+    TextTokenizer,
+    load_tokenizer,
+    ready_tokenizer,
+    same_tokenizer,
+    train_tokenizer,
+    usual_begin,
+)
 
 __all__ = [
     "BOS",
@@ -42,5 +53,7 @@ __all__ = [
     "prepare",
     "read_manifest",
     "ready_tokenizer",
+    "same_tokenizer",
     "train_tokenizer",
+    "usual_begin",
 ]

@@ -53,17 +53,22 @@ class TokenDataset:
         """The id behind every document."""
         return self.manifest.end
 
+    @property
+    def begin(self) -> int | None:
+        """The id in front of every document; None: there is none."""
+        return self.manifest.begin
+
     def tokens(self, split: Split) -> np.ndarray:
         """The token ids of a split, uint16 or uint32 [tokens], read-only through the memory map."""
         return read_array(self.directory / token_file(split), DTYPES[self.manifest.dtype])
 
     def boundaries(self, split: Split) -> np.ndarray:
-        """int64 [documents + 1]: document i is `tokens(split)[boundaries[i] : boundaries[i + 1]]`, its end included."""
+        """int64 [documents + 1]: document i is `tokens(split)[boundaries[i] : boundaries[i + 1]]`, its begin and its end included."""
         return read_array(self.directory / index_file(split), INDEX_DTYPE)
 
     def tokenizer(self) -> TextTokenizer:
         ready = self.manifest.prepare.tokenizer is not None
-        return load_tokenizer(self.directory / "tokenizer.json", end=self.end if ready else None)
+        return load_tokenizer(self.directory / "tokenizer.json", end=self.end if ready else None, begin=self.begin)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,8 @@ class PrepareConfig:
     """The path of a ready tokenizer, a tokenizer.json of the `tokenizers` library; None trains one."""
     end_of_document: str | None = None
     """The token of the ready tokenizer that ends a document; None finds it (see `ready_tokenizer`)."""
+    begin_of_document: str | None = None
+    """The token of the ready tokenizer that is put in front of a document, as a checkpoint may have been trained; None puts none."""
     validation_share: float = 0.05
     test_share: float = 0.005
     salt: str = "depthroute"
@@ -74,7 +76,7 @@ class PrepareConfig:
                 f"source {self.source!r} and multi_hop {self.multi_hop!r} do not go together: the source {MULTI_HOP!r} needs a "
                 f"MultiHopConfig, and no other source takes one. (A folder of that name is ./{MULTI_HOP}.)"
             )
-        training, ready = ("vocabulary", "sample_one_in"), ("tokenizer", "end_of_document")
+        training, ready = ("vocabulary", "sample_one_in"), ("tokenizer", "end_of_document", "begin_of_document")
         if self.multi_hop is not None:
             self._leave_out(("text_column", "id_column", *training, *ready), f"the source {MULTI_HOP!r}, which has its own tokens")
         if self.tokenizer is not None:
@@ -100,7 +102,8 @@ class CorpusFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitFacts:
-    """Counts of a split. `tokens` includes one end per document; `bytes` are those of the texts in UTF-8."""
+    """Counts of a split. `tokens` includes one end per document, and one begin where there is one; `bytes` are those of the
+    texts in UTF-8."""
 
     documents: int
     tokens: int
@@ -184,6 +187,8 @@ class Manifest:
     """The slices of the targets that evaluations report beside the whole split."""
     end: int = EOS
     """The id behind every document."""
+    begin: int | None = None
+    """The id in front of every document; None: there is none."""
 
     def __post_init__(self) -> None:
         names = [marker.name for marker in self.markers]

@@ -59,7 +59,7 @@ def prepare(config: PrepareConfig, directory: Path, *, report: Report | None = N
     """
     tell: Report = report or (lambda line: None)
     corpus = open_corpus(config, report=tell)
-    ready = None if config.tokenizer is None else ready_tokenizer(Path(config.tokenizer), config.end_of_document)
+    ready = None if config.tokenizer is None else ready_tokenizer(Path(config.tokenizer), config.end_of_document, config.begin_of_document)
     if directory.exists() and not directory.is_dir():
         raise RequestError(f"{directory} is a file; give the path of a directory.")
     with explain_os_errors(directory, "creating"):
@@ -96,11 +96,13 @@ def _existing(config: PrepareConfig, corpus: Corpus, ready: TextTokenizer | None
     # The same documents may have moved, and so may a tokenizer: the hashes below decide about both, not their paths.
     moved = {"source"}
     if ready is not None and manifest.prepare.tokenizer is not None:
-        moved |= {"tokenizer", "end_of_document"}
-        if (hashlib.sha256(ready.file).hexdigest(), ready.end) != (manifest.tokenizer.sha256, manifest.end):
+        moved |= {"tokenizer", "end_of_document", "begin_of_document"}
+        before_it = manifest.tokenizer.sha256, manifest.end, manifest.begin
+        if (hashlib.sha256(ready.file).hexdigest(), ready.end, ready.begin) != before_it:
             raise RequestError(
                 f"{directory} was prepared with another tokenizer ({manifest.prepare.tokenizer}, {manifest.tokenizer.sha256[:12]}, end "
-                f"{manifest.end}); give another directory, or delete this one."
+                f"{manifest.end}{'' if manifest.begin is None else f', begin {manifest.begin}'}); give another directory, or delete this "
+                "one."
             )
     for name in now:
         if name not in moved and before.get(name) != now[name]:
@@ -146,7 +148,7 @@ def _prepare(config: PrepareConfig, corpus: Corpus, ready: TextTokenizer | None,
     with ExitStack() as stack:
         writers = {}
         for name in SPLITS:
-            writers[name] = ShardWriter(directory, name, tokenizer.vocabulary, tokenizer.end)
+            writers[name] = ShardWriter(directory, name, tokenizer.vocabulary, tokenizer.end, tokenizer.begin)
             stack.callback(writers[name].close)
         content = ContentHash()
         for batch in _batches(corpus.documents(Counter())):
@@ -180,6 +182,7 @@ def _prepare(config: PrepareConfig, corpus: Corpus, ready: TextTokenizer | None,
         files=(saved, *(facts for name in SPLITS for facts in finished[name][1])),
         markers=markers,
         end=tokenizer.end,
+        begin=tokenizer.begin,
     )
     manifest.write(directory)
     tell(f"{train.tokens} training and {manifest.splits.validation.tokens} validation tokens")

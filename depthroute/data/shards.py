@@ -1,6 +1,7 @@
 """Token shards: one flat file of token ids per split, one of document boundaries, written as a stream and read through the memory map.
 
-    SPLIT.bin         little-endian uint16 or uint32, the tokens of all documents in corpus order, the end id after each
+    SPLIT.bin         little-endian uint16 or uint32, the tokens of all documents in corpus order, the end id after each, and before
+                      each the begin id, if there is one
     SPLIT.index.bin   little-endian int64, the offset in tokens of every document's start, and at the end the number of tokens
 """
 
@@ -15,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from depthroute.common.errors import FailureError
-from depthroute.common.files import explain_os_errors
+from depthroute.common.files import explain_os_errors, sha256_of
 from depthroute.data.manifest import FileFacts, Manifest, SplitFacts
 from depthroute.data.split import Split
 
@@ -42,10 +43,11 @@ class ShardWriter:
     Args:
         vocabulary: ids are below it; it decides the dtype, and the length of `token_counts`.
         end: the id behind every document.
+        begin: the id in front of every document, if there is one.
     """
 
-    def __init__(self, directory: Path, split: Split, vocabulary: int, end: int) -> None:
-        self._end = end
+    def __init__(self, directory: Path, split: Split, vocabulary: int, end: int, begin: int | None = None) -> None:
+        self._end, self._front = [end], [] if begin is None else [begin]
         self.documents = self.tokens = self.bytes = 0
         self.token_counts = np.zeros(vocabulary, dtype=np.int64)
         self._dtype = DTYPES[dtype_for(vocabulary)]
@@ -54,11 +56,11 @@ class ShardWriter:
         self._index_file.write(np.zeros(1, dtype=INDEX_DTYPE))
 
     def add(self, documents: Sequence[Sequence[int]], text_bytes: int) -> None:
-        """Append documents, given as ids without the end, whose texts have `text_bytes` bytes together."""
+        """Append documents, given as ids without begin and end, whose texts have `text_bytes` bytes together."""
         if not documents:
             return
-        flat = np.concatenate([np.array([*ids, self._end], dtype=self._dtype) for ids in documents])
-        ends = self.tokens + np.cumsum([len(ids) + 1 for ids in documents], dtype=INDEX_DTYPE)
+        flat = np.concatenate([np.array([*self._front, *ids, *self._end], dtype=self._dtype) for ids in documents])
+        ends = self.tokens + np.cumsum([len(self._front) + len(ids) + 1 for ids in documents], dtype=INDEX_DTYPE)
         self._token_file.write(flat)
         self._index_file.write(ends)
         self.token_counts += np.bincount(flat, minlength=len(self.token_counts))
@@ -79,9 +81,7 @@ class ShardWriter:
 
 def file_facts(path: Path) -> FileFacts:
     """Name, size and SHA-256 of a file."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileFacts(name=path.name, bytes=path.stat().st_size, sha256=digest)
+    return FileFacts(name=path.name, bytes=path.stat().st_size, sha256=sha256_of(path))
 
 
 def check_files(directory: Path, manifest: Manifest, *, hashes: bool) -> None:

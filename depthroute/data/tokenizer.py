@@ -25,12 +25,15 @@ USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>",
 
 
 class TextTokenizer:
-    """Text to token ids and back. Only `end` is put into token streams, after every document; the other special ids are reserved."""
+    """Text to token ids and back. Only `end` is put into token streams, after every document, and `begin`, where there is one, before
+    it; the other special ids are reserved."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, end: int = EOS, *, file: bytes | None = None) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, end: int = EOS, *, begin: int | None = None, file: bytes | None = None) -> None:
         self._tokenizer, self._file = tokenizer, file
         self.end = end
         """The id that ends a document."""
+        self.begin = begin
+        """The id that stands in front of a document; None: nothing does."""
         # The library matches added tokens in the text before anything else, unless told that special tokens are to be encoded as text;
         # tokenizer.json does not hold that setting. Our merges cannot spell a special token: the pre-tokenizer parts letters from `<`, `>`.
         self._tokenizer.encode_special_tokens = True
@@ -52,6 +55,10 @@ class TextTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; special ids have none, and bytes that are not UTF-8 (a cut character) become U+FFFD."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def name_of(self, token: int) -> str:
+        """What the tokenizer calls an id, special ones too."""
+        return str(self._tokenizer.id_to_token(token))
 
     @property
     def file(self) -> bytes:
@@ -88,14 +95,16 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> TextTokenizer:
     return TextTokenizer(tokenizer)
 
 
-def load_tokenizer(path: Path, *, end: int | None = None) -> TextTokenizer:
+def load_tokenizer(path: Path, *, end: int | None = None, begin: int | None = None) -> TextTokenizer:
     """Load the `tokenizer.json` of a data directory.
 
     Args:
         end: of a ready tokenizer, the id that ends a document. None: the tokenizer is ours.
+        begin: of a ready tokenizer, the id in front of a document, if there is one.
 
     Raises:
-        RequestError: the file does not exist, our special tokens do not have the ids 0 to 3, or `end` is no id of a ready tokenizer.
+        RequestError: the file does not exist, our special tokens do not have the ids 0 to 3, or `end` or `begin` is no id of a ready
+            tokenizer.
         FailureError: the file is not a tokenizer.
     """
     try:
@@ -106,14 +115,14 @@ def load_tokenizer(path: Path, *, end: int | None = None) -> TextTokenizer:
         ) from error
     tokenizer = _parsed(file, path)
     if end is not None:
-        return _ready(tokenizer, end, file, path)
+        return _ready(tokenizer, end, begin, file, path)
     ids = [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS]
     if ids != [PAD, UNK, BOS, EOS]:
         raise RequestError(f"{path} gives {', '.join(SPECIAL_TOKENS)} the ids {ids}; they must be 0, 1, 2 and 3.")
     return TextTokenizer(tokenizer)
 
 
-def ready_tokenizer(path: Path, end_of_document: str | None = None) -> TextTokenizer:
+def ready_tokenizer(path: Path, end_of_document: str | None = None, begin_of_document: str | None = None) -> TextTokenizer:
     """A tokenizer that was made elsewhere, such as the one a public checkpoint was trained with.
 
     Nothing is put in front of or behind a text (what its post-processor does), and no text is cut or padded, whatever its file says.
@@ -122,18 +131,16 @@ def ready_tokenizer(path: Path, end_of_document: str | None = None) -> TextToken
         path: a `tokenizer.json` of the `tokenizers` library.
         end_of_document: the token that ends a document. None: the `eos_token` of the tokenizer_config.json beside it, or else the one
             of the usual names (`USUAL_ENDS`) that it has.
+        begin_of_document: the token in front of a document (see `usual_begin`). None: there is none.
 
     Raises:
-        RequestError: no such file; no such token, or none that is known to end a document, or more than one; or the text of that token
-            inside a document would become its id.
+        RequestError: no such file; no such token, or none that is known to end a document, or more than one; or the text of one of these
+            tokens inside a document would become its id.
         FailureError: the file is not a tokenizer.
     """
-    try:
-        file = path.read_bytes()
-    except OSError as error:
-        raise RequestError(f"tokenizer {path} cannot be read ({error.strerror}); give the path of a tokenizer.json.") from error
+    file = _read(path)
     tokenizer = _parsed(file, path)
-    name = end_of_document or _configured_end(path.with_name("tokenizer_config.json"))
+    name = end_of_document or _configured(path.with_name("tokenizer_config.json"), "eos_token")
     usual = [token for token in USUAL_ENDS if tokenizer.token_to_id(token) is not None]
     if name is None and len(usual) == 1:
         name = usual[0]
@@ -142,7 +149,60 @@ def ready_tokenizer(path: Path, end_of_document: str | None = None) -> TextToken
         special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
         what = f"{path} has no token {name!r}" if name else f"nothing says which token of {path} ends a document"
         raise RequestError(f"{what}; set end_of_document. Candidates: {', '.join(usual or special) or 'none is special'}.")
-    return _ready(tokenizer, end, file, path)
+    begin = None if begin_of_document is None else tokenizer.token_to_id(begin_of_document)
+    if begin_of_document is not None and begin is None:
+        raise RequestError(f"{path} has no token {begin_of_document!r}; begin_of_document takes one that it has, or none.")
+    if begin == end:
+        raise RequestError(f"begin_of_document {begin_of_document!r} ends documents too, and stands between them already; leave it out.")
+    return _ready(tokenizer, end, begin, file, path)
+
+
+def usual_begin(path: Path) -> str | None:
+    """The token that a tokenizer made elsewhere puts in front of a text, as the checkpoint beside it was trained: by `add_bos_token` of the
+    tokenizer_config.json beside it, or else by the template of the tokenizer.json. None where there is none, or more than one.
+
+    Raises:
+        RequestError: the file cannot be read.
+        FailureError: it is not a tokenizer.
+    """
+    configured = path.with_name("tokenizer_config.json")
+    config = read_json(configured) if configured.is_file() else None
+    asked = config.get("add_bos_token") if isinstance(config, dict) else None
+    if asked is False:
+        return None
+    if asked is True and (token := _configured(configured, "bos_token")) is not None:
+        return token
+    tokenizer = _parsed(_read(path), path)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    whole, text = (tokenizer.encode("a", add_special_tokens=special).ids for special in (True, False))
+    front = next((whole[:at] for at in range(len(whole)) if whole[at : at + len(text)] == text), [])
+    return tokenizer.id_to_token(front[0]) if len(front) == 1 else None
+
+
+def same_tokenizer(first: Path, second: Path) -> bool:
+    """Whether two tokenizer.json give a text the same ids, by all that makes them; what is put around a text and where it is cut is no
+    part of it, since none of that reaches token shards.
+
+    Raises:
+        RequestError: a file cannot be read.
+        FailureError: a file is not a tokenizer.
+    """
+    files = [_read(path) for path in (first, second)]
+    if files[0] == files[1]:
+        return True
+    parts = [json.loads(_parsed(file, path).to_str()) for file, path in zip(files, (first, second), strict=True)]
+    for part in parts:
+        for name in ("truncation", "padding", "post_processor"):
+            part.pop(name, None)
+    return bool(parts[0] == parts[1])
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RequestError(f"tokenizer {path} cannot be read ({error.strerror}); give the path of a tokenizer.json.") from error
 
 
 def _parsed(file: bytes, path: Path) -> tokenizers.Tokenizer:
@@ -159,29 +219,35 @@ def _parsed(file: bytes, path: Path) -> tokenizers.Tokenizer:
         raise FailureError(f"{path} is not a tokenizer that this version of tokenizers can read ({error}).") from error
 
 
-def _ready(tokenizer: tokenizers.Tokenizer, end: int, file: bytes, path: Path) -> TextTokenizer:
+def _ready(tokenizer: tokenizers.Tokenizer, end: int, begin: int | None, file: bytes, path: Path) -> TextTokenizer:
     from tokenizers import AddedToken
 
-    name = tokenizer.id_to_token(end)
-    if name is None:
-        raise RequestError(f"{path} has no token with the id {end}.")
+    edges = {"end": end} if begin is None else {"end": end, "begin": begin}
+    names: dict[str, str] = {}
+    for edge, token in edges.items():
+        names[edge] = tokenizer.id_to_token(token) or ""
+        if not names[edge]:
+            raise RequestError(f"{path} has no token with the id {token}.")
     # Whatever it was added as: only special tokens are text in documents, and have no text themselves.
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False)])
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names.values()])
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    found = TextTokenizer(tokenizer, end, file=file)
-    if any(end in ids for ids in found.encode_batch([name, f"a {name} b", f"a{name}b"])):  # a piece of a unigram model, say
-        raise RequestError(
-            f"{path} turns the text {name!r} inside a document into the id that ends documents, {end}; give another end_of_document."
-        )
+    found = TextTokenizer(tokenizer, end, begin=begin, file=file)
+    for edge, token in edges.items():
+        name = names[edge]
+        if any(token in ids for ids in found.encode_batch([name, f"a {name} b", f"a{name}b"])):  # a piece of a unigram model, say
+            raise RequestError(
+                f"{path} turns the text {name!r} inside a document into the id that {edge}s documents, {token}; give another "
+                f"{edge}_of_document."
+            )
     return found
 
 
-def _configured_end(path: Path) -> str | None:
-    """The `eos_token` of a tokenizer_config.json; None where the file or the entry is absent."""
+def _configured(path: Path, name: str) -> str | None:
+    """A token that a tokenizer_config.json names; None where the file or the entry is absent."""
     if not path.is_file():
         return None
     config = read_json(path)
-    token = config.get("eos_token") if isinstance(config, dict) else None
+    token = config.get(name) if isinstance(config, dict) else None
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None

@@ -27,9 +27,9 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 class DepthrouteLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness may come without types
     """A run under the harness's protocol.
 
-    A text with an empty context stands behind the id that ends documents, as every document of the training stream does. What does not fit
-    the model's context is cut at the left, and the answer stays whole; `cut` counts how often that was. The arithmetic is that of
-    `depthroute.evals.scoring.score`.
+    A text with an empty context stands behind the id that ends documents, as every document of the training stream does; with data whose
+    documents begin with a token, every text stands behind that. What does not fit the model's context is cut at the left, and the answer
+    stays whole; `cut` counts how often that was. The arithmetic is that of `depthroute.evals.scoring.score`.
 
     Args:
         run, data, precision: those of `open_subject`.
@@ -72,6 +72,11 @@ class DepthrouteLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harn
         return self._text.end
 
     @property
+    def prefix_token_id(self) -> int:
+        """What a text without a context stands behind: the token that begins documents, or else the one that ended the document before."""
+        return self._text.end if self._text.begin is None else self._text.begin
+
+    @property
     def max_length(self) -> int:
         return self.subject.config.model.context
 
@@ -94,8 +99,9 @@ class DepthrouteLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harn
         return self.subject.dataset.fingerprint
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The ids of a text. No special token is ever among them, whatever is asked."""
-        return self._text.encode(string)
+        """The ids of a text, behind the token that begins documents if the data have one. No other special token is ever among them."""
+        begins = [] if self._text.begin is None or add_special_tokens is False else [self._text.begin]
+        return [*begins, *self._text.encode(string)]
 
     def tok_decode(self, tokens: Sequence[int]) -> str:
         return self._text.decode(tokens)
@@ -148,7 +154,7 @@ class DepthrouteLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harn
         return [found[number] for number in range(len(requests))]
 
     def _windows(self, text: str) -> Iterable[tuple[list[int], list[int]]]:
-        windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
+        windows = get_rolling_token_windows(self.tok_encode(text, add_special_tokens=False), self.prefix_token_id, self.max_length, 1)
         return map(make_disjoint_window, windows)
 
     def _scores(self, requests: Sequence[Request]) -> list[Score]:

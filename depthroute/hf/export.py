@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,14 +17,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from depthroute.common.errors import FailureError, RequestError, choose
-from depthroute.common.files import new_folder, read_json, write_json, write_text
-from depthroute.data import TokenDataset
+from depthroute.common.files import new_folder, read_json, refuse_filled, write_json, write_text
 from depthroute.data.tokenizer import EOS, PAD, SPECIAL_TOKENS, TextTokenizer
 from depthroute.hf.bundle import MODELLING_FILE
 from depthroute.hf.configuration import DepthrouteConfig
 from depthroute.hf.modelling import ROUTE_QUERIES, DepthrouteForCausalLM
 from depthroute.model import Decoder
 from depthroute.train import load_trained
+from depthroute.train.run_data import run_tokenizer
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -33,18 +34,20 @@ TOLERANCE = 1e-9  # of the largest logit, in float64
 PROBES = ("a b  c\n\td\u00e9f \u4e2d", " ".join(SPECIAL_TOKENS), "x<eos>y", "")
 
 
-def export_hf(run: Path, out: Path, *, dtype: Dtype | None = None, card: str = "") -> dict[str, Any]:
+def export_hf(run: Path, out: Path, *, data: Path | None = None, dtype: Dtype | None = None, card: str = "") -> dict[str, Any]:
     """Write a run as a folder for transformers: configuration, weights, tokenizer, generation settings, `card` as README.md, and the
     self-contained modelling file.
 
     Before the folder gets its name it is loaded by that file, and its logits are compared with the run's own in float64.
 
     Args:
-        run: a run folder with a checkpoint, or one checkpoint of a run. The data that it names must be there, for the tokenizer.
+        run: a run folder with a checkpoint, or one checkpoint of a run.
+        data: token shards made with the run's tokenizer. None: those that it names, or the tokenizer of an adopted checkpoint without any.
         dtype: that of the stored weights; route queries stay float32. None: the run's, float32.
 
     Returns:
-        `parameters`, `dtype`, and `logits_max_difference` beside `logits_max`.
+        `parameters`, `dtype`, `logits_max_difference` beside `logits_max` (of the folder, from the run with its weights rounded as they
+        are stored), and `rounding_max_difference` (of a logit, by that rounding).
 
     Raises:
         RequestError: no run, no checkpoint, no data, or a folder that is not empty.
@@ -52,23 +55,25 @@ def export_hf(run: Path, out: Path, *, dtype: Dtype | None = None, card: str = "
     """
     if dtype is not None and dtype not in DTYPES:
         raise RequestError(choose("dtype", dtype, DTYPES))
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RequestError(f"{out} is there already and no empty folder; choose another one.")
+    refuse_filled(out)
     config, decoder = load_trained(run)
-    data = TokenDataset.open(Path(config.data))
-    if data.vocabulary > decoder.config.vocabulary:
-        raise RequestError(f"the tokenizer in {config.data} has {data.vocabulary} ids and the model {decoder.config.vocabulary}.")
+    tokenizer = run_tokenizer(run, config, data)
     with new_folder(out) as folder:
-        ids = write_tokenizer(data.tokenizer(), folder, decoder.config.context)
+        ids = write_tokenizer(tokenizer, folder, decoder.config.context)
         model = around(decoder, **ids)
+        tokens = torch.randint(decoder.config.vocabulary, (2, min(decoder.config.context, 64)), generator=torch.Generator().manual_seed(0))
+        before = _exact_logits(decoder, tokens)
         cast(model, DTYPES[dtype or "float32"])
+        rounding = (_exact_logits(decoder, tokens) - before).abs().max().item()
+        if not math.isfinite(rounding):
+            raise RequestError(f"dtype = {dtype}: it does not hold the weights of {run}: logits are no numbers any more. bfloat16 does.")
         model.save_pretrained(folder, max_shard_size=SHARD)
         if card:
             write_text(folder / "README.md", card)
         for path in folder.iterdir():
             path.chmod(0o644)  # weights are written as a private file
-        found = _verified(decoder, folder)
-    return {"parameters": model.num_parameters(), "dtype": dtype or "float32", **found}
+        found = _verified(decoder, folder, tokens)
+    return {"parameters": model.num_parameters(), "dtype": dtype or "float32", **found, "rounding_max_difference": rounding}
 
 
 def around(decoder: Decoder, **token_ids: int) -> DepthrouteForCausalLM:
@@ -92,14 +97,15 @@ def cast(model: DepthrouteForCausalLM, dtype: torch.dtype) -> None:
 def write_tokenizer(ours: TextTokenizer, folder: Path, context: int) -> dict[str, int]:
     """The files from which `AutoTokenizer` makes a tokenizer that gives a text the same ids, and the ids that a model must know.
 
-    A text begins where another ended, so the token for its beginning is the one that ends documents: no other was seen in training.
+    A text begins with the token that stands in front of documents. Where there is none it begins where another ended: the token for its
+    beginning is then the one that ends documents, since no other was seen in training, and is not put in front by itself.
 
     Raises:
         FailureError: the ids differ.
     """
     path = folder / "tokenizer.json"
     ours.save(path)
-    write_json(path, {**read_json(path), "post_processor": None})  # nothing is put around a text
+    write_json(path, {**read_json(path), "post_processor": _template(ours)})
     fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_file=str(path),
         split_special_tokens=True,  # what looks like a special token in a text is text
@@ -110,21 +116,40 @@ def write_tokenizer(ours: TextTokenizer, folder: Path, context: int) -> dict[str
     end = str(fast.convert_ids_to_tokens(ours.end))
     trained_here = ours.end == EOS and fast.convert_ids_to_tokens(list(range(len(SPECIAL_TOKENS)))) == list(SPECIAL_TOKENS)
     pad = PAD if trained_here else ours.end
-    fast.add_special_tokens({"pad_token": fast.convert_ids_to_tokens(pad), "bos_token": end, "eos_token": end})
+    first = ours.end if ours.begin is None else ours.begin
+    ids = {"pad_token": pad, "bos_token": first, "eos_token": ours.end}
+    names: dict[str, Any] = {name: fast.convert_ids_to_tokens(token) for name, token in ids.items()}
+    fast.add_special_tokens(names)
     fast.save_pretrained(folder)
-    theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    for text in (*PROBES, f"a{end}b", end):
-        if (found := theirs(text)["input_ids"]) != (expected := ours.encode(text)):
+    theirs, front = AutoTokenizer.from_pretrained(folder, local_files_only=True), [] if ours.begin is None else [ours.begin]
+    for text in (*PROBES, f"a{end}b", end, f"a{names['bos_token']}b"):
+        if (found := theirs(text)["input_ids"]) != (expected := front + ours.encode(text)):
             raise FailureError(f"the exported tokenizer gives {text!r} the ids {found}, not {expected}; report this as a bug.")
-    return {"pad_token_id": pad, "bos_token_id": ours.end, "eos_token_id": ours.end}
+    return {"pad_token_id": pad, "bos_token_id": first, "eos_token_id": ours.end}
+
+
+def _template(ours: TextTokenizer) -> dict[str, Any] | None:
+    """The post-processor of a tokenizer.json that puts the begin in front of a text, if there is one, and nothing else around it."""
+    if ours.begin is None:
+        return None
+    name = ours.name_of(ours.begin)
+    front: list[Any] = [{"SpecialToken": {"id": name, "type_id": 0}}]
+    texts = [[*front, {"Sequence": {"id": one, "type_id": 0}}] for one in "AB"]
+    return {
+        "type": "TemplateProcessing", "single": texts[0], "pair": texts[0] + texts[1],
+        "special_tokens": {name: {"id": name, "ids": [ours.begin], "tokens": [name]}},
+    }  # fmt: skip
 
 
 @torch.no_grad()
-def _verified(decoder: Decoder, folder: Path) -> dict[str, float]:
-    """Logits of the folder, loaded by its own modelling file, beside those of the decoder, in float64."""
-    config = decoder.config
-    tokens = torch.randint(config.vocabulary, (2, min(config.context, 64)), generator=torch.Generator().manual_seed(0))
-    expected = copy.deepcopy(decoder).double().eval().logits(tokens)
+def _exact_logits(decoder: Decoder, tokens: Tensor) -> Tensor:
+    return copy.deepcopy(decoder).double().eval().logits(tokens)
+
+
+@torch.no_grad()
+def _verified(decoder: Decoder, folder: Path, tokens: Tensor) -> dict[str, float]:
+    """Logits of the folder, loaded by its own modelling file, beside those of the decoder, its weights as they are stored, in float64."""
+    expected = _exact_logits(decoder, tokens)
     with modelling_class(folder) as written:
         model = written.from_pretrained(folder, dtype=torch.float64, local_files_only=True).eval()
         logits: Tensor = model(tokens, use_cache=False).logits

@@ -8,10 +8,8 @@ folder beside its place, synchronised to the disk and renamed; older ones are re
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from depthroute.common.errors import FailureError
-from depthroute.common.files import explain_os_errors, read_json, write_json
+from depthroute.common.files import explain_os_errors, new_folder, read_json, sha256_of, sync, write_json
 
 FORMAT = 1
 MODEL, OPTIMISER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
@@ -38,23 +36,18 @@ def save(
     """
     root, target = run / "checkpoints", folder(run, step)
     with explain_os_errors(target, "writing"):
-        root.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=root, prefix=f".{target.name}."))
-        try:
-            temporary.chmod(0o755)  # mkdtemp makes private folders; checkpoints are meant to be read
-            files = {
-                MODEL: _write_tensors(temporary / MODEL, model_tensors(model)),
-                OPTIMISER: _write_tensors(temporary / OPTIMISER, _optimiser_tensors(model, optimiser)),
-            }
-            write_json(temporary / STATE, {"format": FORMAT, "step": step, **state, "files": files})
-            _sync_folder(temporary)
-            temporary.rename(target)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        _sync_folder(root)
+        with new_folder(target) as temporary:
+            _write_tensors(temporary / MODEL, model_tensors(model))
+            _write_tensors(temporary / OPTIMISER, _optimiser_tensors(model, optimiser))
+            write_state(temporary, {"format": FORMAT, "step": step, **state})
         _remove_others({target, *(folder(run, kept) for kept in keep)}, root)
     return target
+
+
+def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
+    """Write the state of a checkpoint that has its weights and its optimiser, with the sizes and hashes of both."""
+    files = {name: {"bytes": (checkpoint / name).stat().st_size, "sha256": sha256_of(checkpoint / name)} for name in (MODEL, OPTIMISER)}
+    write_json(checkpoint / STATE, {**state, "files": files})
 
 
 def folder(run: Path, step: int) -> Path:
@@ -78,17 +71,17 @@ def copy(checkpoints: Collection[Path], run: Path) -> None:
                 target.mkdir()
                 for name in (MODEL, OPTIMISER, STATE):
                     shutil.copyfile(source / name, target / name)
-                    _sync_file(target / name)
+                    sync(target / name)
                 verify(target)
-                _sync_folder(target)
-            _sync_folder(temporary)
+                sync(target)
+            sync(temporary)
             if root.exists():
                 shutil.rmtree(root)  # a kill during the first checkpoint left half of one there
             temporary.rename(root)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        _sync_folder(run)
+        sync(run)
 
 
 def latest(run: Path) -> Path | None:
@@ -153,7 +146,7 @@ def verify(checkpoint: Path) -> dict[str, Any]:
             raise _unusable(checkpoint, f"{name} is missing")
         if file.stat().st_size != size:
             raise _unusable(checkpoint, f"{name} has {file.stat().st_size} bytes instead of {size}: it is truncated")
-        if _sha256(file) != digest:
+        if sha256_of(file) != digest:
             raise _unusable(checkpoint, f"{name} is not what was written (its SHA-256 differs)")
     return state
 
@@ -177,7 +170,7 @@ def _optimiser_tensors(model: nn.Module, optimiser: torch.optim.Optimizer) -> di
     }
 
 
-def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
     except SafetensorError as error:
@@ -185,8 +178,6 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
         raise FailureError(f"{path} could not be written: {error}.") from error
     path.chmod(0o644)
-    _sync_file(path)
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
@@ -195,11 +186,6 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in load_file(path).items()}
     except (SafetensorError, FileNotFoundError) as error:
         raise _unusable(path.parent, f"{path.name} cannot be read ({error})") from error
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _unusable(checkpoint: Path, reason: str) -> FailureError:
@@ -220,16 +206,3 @@ def _remove_others(keep: Collection[Path], root: Path) -> None:
             path = path.rename(root / f".{path.name}.removed")
         if path.name.startswith(".step-"):
             shutil.rmtree(path)
-
-
-def _sync_file(path: Path) -> None:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

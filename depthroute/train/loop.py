@@ -34,6 +34,7 @@ from depthroute.train.evaluation import evaluate
 from depthroute.train.initialise import initialise
 from depthroute.train.interruption import Interruption
 from depthroute.train.optimiser import adamw, set_learning_rate
+from depthroute.train.run_data import TOKENIZER, check_tokenizer, named_data
 from depthroute.train.run_folder import RunFolder, recorded_config, recorded_result, refuse_other_configuration
 from depthroute.train.schedule import learning_rate
 from depthroute.train.sinks import Sinks, check_sinks
@@ -63,13 +64,10 @@ def train(config: RunConfig, directory: Path, *, console: bool = True, sinks: Se
             with closing(_console(config, directory, config.train.steps, visible=console)) as shown:
                 Sinks(sinks, config, directory, shown.line).close(complete=True)
         return result
-    if not config.data:
-        raise RequestError(
-            f"{directory} names no data; give the token shards (--data). For an adopted checkpoint they are made with its own tokenizer: "
-            f"depthroute data SHARDS --source TEXT --tokenizer {directory / 'tokenizer.json'}."
-        )
-    data = TokenDataset.open(Path(config.data))
+    data = TokenDataset.open(named_data(directory, config))
     config = for_data(config, data)
+    if recorded is not None and (directory / TOKENIZER).exists():
+        check_tokenizer(directory, data)
     folder = RunFolder(directory)
     if config.train.device == "cpu":
         keep_freed_memory()

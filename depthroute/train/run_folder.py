@@ -58,7 +58,7 @@ class RunFolder:
                 refuse_other_configuration(self.path, recorded, config)
                 # first of all files: it makes the folder ours, so that a crash right here does not lock us out
                 write_json(self.path / "config.json", {"format": FORMAT, **to_json(config)})
-            if not (self.path / "environment.json").exists() or checkpoint.latest(self.path) is None:  # none: nothing of before remains
+            if not (self.path / "environment.json").exists() or not holds_a_step(self.path):  # then nothing of a start before remains
                 write_json(self.path / "environment.json", environment)
             yield
 
@@ -138,6 +138,17 @@ def recorded_result(path: Path) -> dict[str, Any] | None:
     return result
 
 
+def root_of(path: Path) -> Path:
+    """The run folder that `path` is, or that it is a checkpoint folder of."""
+    one = path.resolve().parent.name == "checkpoints" and not (path / "config.json").exists()
+    return path.resolve().parent.parent if one else path
+
+
+def holds_a_step(path: Path) -> bool:
+    """Whether a run folder keeps a step of its own training: the weights of step 0 (`depthroute adopt`) are none."""
+    return checkpoint.latest(path) not in (None, checkpoint.folder(path, 0))
+
+
 def load_trained(path: Path) -> tuple[RunConfig, Decoder]:
     """The configuration of a run and its model with the weights of the last checkpoint, on the CPU.
 
@@ -147,17 +158,27 @@ def load_trained(path: Path) -> tuple[RunConfig, Decoder]:
         RequestError: `path` holds no run, or a run without a checkpoint.
         FailureError: the checkpoint is truncated or altered.
     """
-    one = path.resolve().parent.name == "checkpoints" and not (path / "config.json").exists()
-    config = recorded_config(path.resolve().parent.parent if one else path)
-    if config is None:
-        raise RequestError(f"{path} is not a run folder: it has no config.json.")
-    found = path if one else checkpoint.latest(path)
-    if found is None:
-        raise RequestError(f"{path} has no checkpoint yet; train it first.")
+    config, found = run_and_checkpoint(path)
     checkpoint.verify(found)
     model = Decoder(config.model)
     checkpoint.load_model(found, model)
     return config, model
+
+
+def run_and_checkpoint(path: Path) -> tuple[RunConfig, Path]:
+    """The configuration and the checkpoint of a run folder, its last one, or of a checkpoint folder itself.
+
+    Raises:
+        RequestError: `path` holds no run, or a run without a checkpoint.
+    """
+    root = root_of(path)
+    config = recorded_config(root)
+    if config is None:
+        raise RequestError(f"{path} is not a run folder: it has no config.json.")
+    found = checkpoint.latest(path) if root == path else path
+    if found is None:
+        raise RequestError(f"{path} has no checkpoint yet; train it first.")
+    return config, found
 
 
 def refuse_other_configuration(path: Path, recorded: RunConfig | None, wanted: RunConfig) -> None:

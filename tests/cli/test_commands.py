@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,6 +80,24 @@ def test_train_then_train_again(trained_run: Path, tmp_path: Path, capsys: pytes
     before = (tmp_path / "run" / "result.json").stat().st_mtime_ns
     assert main(options) == 0 and capsys.readouterr().out.splitlines()[-1] == said
     assert (tmp_path / "run" / "result.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("command", ["analyse", "boundaries", "convert", "eval", "export", "sample"])
+def test_other_data_under_the_name_of_those_of_the_training_are_refused(
+    command: str, trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained_run, run)
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**config, "data_fingerprint": "0" * 64}))
+    out = str(tmp_path / "out")
+    words = {
+        "convert": ["low-rank", str(run), out], "eval": [str(run), "--tasks", "perplexity"], "export": ["hf", str(run), out],
+        "sample": [str(run), "--prompt", "abcd"],
+    }  # fmt: skip
+    assert main([command, *words.get(command, [str(run)])]) == 2
+    message = capsys.readouterr().err
+    assert config["data_fingerprint"] in message and "0" * 64 in message, message
 
 
 def test_data_is_prepared_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

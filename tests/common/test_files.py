@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
+import signal
 import stat
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from depthroute.common.errors import FailureError, RequestError
-from depthroute.common.files import cache_folder, explain_os_errors, read_json, read_json_lines, write_bytes, write_json, write_text
+from depthroute.common.files import (
+    cache_folder,
+    explain_os_errors,
+    new_folder,
+    read_json,
+    read_json_lines,
+    refuse_filled,
+    sha256_of,
+    write_bytes,
+    write_json,
+    write_text,
+)
 
 
 def test_a_file_is_written_into_folders_that_are_made_for_it(tmp_path: Path) -> None:
@@ -58,6 +73,88 @@ def test_the_new_file_is_on_the_disk_before_it_takes_the_place(tmp_path: Path, m
         monkeypatch.setattr(os, name, lambda *given, _name=name, _whole=whole: order.append(_name) or _whole(*given))
     write_bytes(tmp_path / "value", b"\x00\xff")
     assert order == ["fsync", "replace"] and (tmp_path / "value").read_bytes() == b"\x00\xff"
+
+
+def test_a_new_folder_is_on_the_disk_with_all_it_holds_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    sync, rename = os.fsync, Path.rename
+
+    def synced(handle: int) -> None:
+        order.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        sync(handle)
+
+    def renamed(self: Path, target: Path) -> Path:
+        order.append("rename")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    with new_folder(tmp_path / "parent" / "new") as folder:
+        (folder / "inner").mkdir()
+        (folder / "inner" / "weights").write_bytes(b"1")
+    named = order.index("rename")
+    assert {*order[:named]} == {"inner", "weights", folder.name} and order[named + 1 :] == ["parent"]
+    assert [path.name for path in (tmp_path / "parent").iterdir()] == ["new"]
+
+
+def test_a_new_folder_is_removed_where_its_making_fails(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "new") as folder:
+        (folder / "half").touch()
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_holds_something_is_refused(tmp_path: Path) -> None:
+    refuse_filled(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with new_folder(tmp_path / "empty") as folder:
+        (folder / "file").touch()
+    for taken in (tmp_path / "empty", tmp_path / "empty" / "file"):
+        for way in (refuse_filled, lambda path: new_folder(path).__enter__()):
+            with pytest.raises(RequestError, match="is there already and no empty folder; choose another one"):
+                way(taken)
+
+
+MAKER = """
+import sys
+from pathlib import Path
+from depthroute.common.files import new_folder
+with new_folder(Path(sys.argv[1])) as folder:
+    (folder / "half").touch()
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_a_kill_left_is_removed_and_what_is_in_use_is_not(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for name in (".out.new-longer-than-ours", ".out.new-12345678", ".out.backup12", ".out2.new-12345678"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".out.new-abcdefgh").touch()  # no folder
+    makers = [
+        subprocess.Popen([sys.executable, "-c", MAKER, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    try:
+        folders = [Path(maker.stdout.readline().strip()) for maker in makers if maker.stdout]
+        makers[0].send_signal(signal.SIGKILL)
+        makers[0].wait(30)
+        assert all((folder / "half").exists() for folder in folders)
+        with new_folder(out) as folder:
+            assert folder not in folders
+            left = {path.name for path in tmp_path.iterdir()} - {folder.name}
+        kept = {".out.backup12", ".out2.new-12345678", ".out.new-abcdefgh", ".out.new-longer-than-ours"}
+        assert left == {folders[1].name, *kept}
+        assert (folders[1] / "half").exists() and not folders[0].exists()
+    finally:
+        for maker in makers:
+            maker.kill()
+            maker.communicate()
+
+
+def test_the_hash_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abc")
+    assert sha256_of(tmp_path / "file") == hashlib.sha256(b"abc").hexdigest()
 
 
 def test_the_cache_folder_is_the_users_or_temporary_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,6 +155,15 @@ def test_bf16_on_request(source: Path, out: Path) -> None:
     assert found["original"]["logits_max_difference"] < 1e-5 * found["original"]["logits_max"]  # the original was rounded too
 
 
+def test_a_transformers_without_the_class_is_left_out(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    public_model("qwen3, biases", source)
+    monkeypatch.setattr(transformers, "Qwen3ForCausalLM", None)  # what getattr makes of a version that lacks it
+    found = adopt_checkpoint(source, out, residual=adopted_routing("block:2"))
+    assert found["original"] == {"skipped": f"transformers {transformers.__version__} has no Qwen3ForCausalLM"}
+
+
 def test_shards_and_an_index(source: Path, out: Path) -> None:
     model = exact(public_model("llama", source, shard="20KB"))
     assert len(list(source.glob("*.safetensors"))) > 2

@@ -44,6 +44,7 @@ def refused(source: Path, match: str, kind: type[Exception] = RequestError) -> N
         ({"rope_scaling": {"type": "linear"}}, "lacks 'factor'"),
         ({"num_local_experts": 8}, "num_local_experts = 8, of which this version does not know what it changes"),
         ({"attention_multiplier": 0.5}, "attention_multiplier = 0.5"),
+        ({"activation": "geglu"}, "activation = 'geglu'; it takes 'swiglu'"),
         ({"qk_norm": True}, "qk_norm = True, of which"),
         ({"sliding_window": 4}, "sliding_window = 4, of which"),
         ({"attention_bias": "yes"}, "attention_bias = 'yes'; it takes true or false"),
@@ -133,6 +134,27 @@ def test_files_that_are_damaged(source: Path) -> None:
     refused(source, "gone.safetensors is missing", FailureError)
     save_file({"model.norm.weight": torch.ones(32)}, source / "gone.safetensors")
     refused(source, "gone.safetensors lacks 'model.embed_tokens.weight', which it has by the index", FailureError)
+
+
+def test_a_shard_that_is_a_folder(source: Path) -> None:
+    names = sorted(load_file(source / "model.safetensors"))
+    (source / "model.safetensors").unlink()
+    (source / "part.safetensors").mkdir()
+    write_json(source / "model.safetensors.index.json", {"weight_map": dict.fromkeys(names, "part.safetensors")})
+    refused(source, r"part\.safetensors cannot be read as a file", FailureError)
+
+
+def test_fields_that_are_known_to_change_nothing(source: Path) -> None:
+    change_config(source, max_sequence_length=2048, activation="swiglu")
+    assert recognise(source)[0].layout == "Llama"
+
+
+def test_a_context_beyond_that_of_the_checkpoint(source: Path) -> None:
+    with pytest.raises(RequestError, match=r"model\.context = 65 is longer than .* max_position_embeddings = 64.* It takes 64 at most"):
+        adopt_checkpoint(source, source.parent / "run", residual=adopted_routing("block:2"), settings={"model.context": "65"})
+    adopt_checkpoint(
+        source, source.parent / "run", residual=adopted_routing("block:2"), settings={"model.context": "64"}, original=False
+    )
 
 
 def test_values_that_are_not_finite(source: Path) -> None:

@@ -10,12 +10,13 @@ import torch
 from public_models import ids, public_model
 from stored_runs import stored
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from depthroute.cli.main import main
 from depthroute.common.errors import RequestError
-from depthroute.common.files import read_json, read_json_lines
+from depthroute.common.files import read_json, read_json_lines, write_json
 from depthroute.convert.adopt import adopt_checkpoint, adopted_routing
-from depthroute.data import TokenDataset
+from depthroute.data import BOS, EOS, TokenDataset
 from depthroute.train import load_trained, recorded_config, train
 from depthroute.train.checkpoint import latest
 
@@ -65,7 +66,7 @@ def test_data_is_given_to_the_training(source: Path, tokens: Path, tmp_path: Pat
     adopt_checkpoint(source, out, residual=adopted_routing("block:2"), settings=SETTINGS, original=False)
     assert main(["train", str(out)]) == 2
     message = capsys.readouterr().err
-    assert "names no data" in message and f"--tokenizer {out / 'tokenizer.json'}" in message
+    assert "names no data; give the token shards (--data)." in message
     assert main(["train", str(out), "--data", str(tokens), "--set", "train.learning_rate=5e-4"]) == 0
     config = recorded_config(out)
     assert config is not None and config.train.learning_rate == 5e-4 and config.data == str(tokens)
@@ -108,6 +109,70 @@ def test_shards_of_another_tokenizer(source: Path, tokens: Path, tmp_path: Path)
     own.save(str(source / "tokenizer.json"))
     with pytest.raises(RequestError, match="were made with another tokenizer"):
         adopt_checkpoint(source, tmp_path / "other", residual=adopted_routing("block:2"), data=tokens, settings=SETTINGS, original=False)
+
+
+@pytest.fixture
+def with_tokenizer(source: Path, tokens: Path) -> Path:
+    """The checkpoint with the tokenizer of the shards, which puts <bos> in front of a text here."""
+    own = Tokenizer.from_file(str(tokens / "tokenizer.json"))
+    own.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    own.save(str(source / "tokenizer.json"))
+    write_json(source / "tokenizer_config.json", {"bos_token": "<bos>", "eos_token": "<eos>"})
+    return source
+
+
+def test_an_adopted_checkpoint_speaks_and_leaves_before_it_is_trained(
+    with_tokenizer: Path, tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what its tokenizer puts in front of a text, as it was trained."""
+    out = tmp_path / "run"
+    assert main(["adopt", str(with_tokenizer), str(out), "--residual", "block:2", "--skip-original"]) == 0
+    assert "--begin-of-document '<bos>'" in capsys.readouterr().out
+    assert read_json(out / "adoption.json")["begin_of_document"] == "<bos>"
+    sample = ["sample", str(out), "--prompt", "abcd", "--tokens", "6", "--temperature", "0", "--json"]
+    assert main(sample) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    model, tokenizer = load_trained(out)[1].eval(), TokenDataset.open(tokens).tokenizer()
+    ids = [BOS, *tokenizer.encode("abcd")]
+    for _ in row["ids"]:
+        ids.append(int(model.logits(torch.tensor([ids]))[0, -1].argmax()))
+    assert row["ids"] == ids[-len(row["ids"]):]
+    assert main([*sample, "--data", str(tokens)]) == 0  # these shards begin with nothing
+    capsys.readouterr()
+
+    assert main(["export", "hf", str(out), str(tmp_path / "hf")]) == 0
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert theirs("abcd")["input_ids"] == [BOS, *tokenizer.encode("abcd")]
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (BOS, EOS)
+    assert main(["export", "hf", str(out), str(tmp_path / "other"), "--data", str(tokens)]) == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "other").bos_token_id == EOS
+
+
+def test_the_others_ask_an_adopted_checkpoint_for_its_data(
+    with_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    adopt_checkpoint(with_tokenizer, out, residual=adopted_routing("block:2"), original=False)
+    convert = ["convert", "low-rank", str(out), str(tmp_path / "low")]
+    for command in (["analyse", str(out)], ["boundaries", str(out)], convert, ["train", str(out)]):
+        assert main(command) == 2, command
+        message = capsys.readouterr().err
+        assert "names no data; give the token shards (--data), made with" in message, message
+        assert f"--tokenizer {out / 'tokenizer.json'}" in message
+
+
+def test_a_start_that_kept_no_step_leaves_no_environment(source: Path, tokens: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    adopt_checkpoint(source, out, residual=adopted_routing("block:2"), data=tokens, settings=SETTINGS, original=False)
+    write_json(out / "environment.json", {"processor": "of a start that was killed"})
+    assert main(["train", str(out)]) == 0
+    assert "data" in read_json(out / "environment.json")
+    (out / "result.json").unlink()
+    write_json(out / "environment.json", {"processor": "of the start that kept a step"})
+    assert main(["train", str(out)]) == 0
+    assert read_json(out / "environment.json") == {"processor": "of the start that kept a step"}
 
 
 def test_shards_with_more_tokens_than_the_model(tokens: Path, tmp_path: Path) -> None:

@@ -214,6 +214,9 @@ def test_the_width_of_an_mlp_that_is_not_given(tmp_path: Path) -> None:
         ({"elementwise_affine": False}, "elementwise_affine = False"),
         ({"attn": {"layers": [1]}}, "attn = "),
         ({"model_type": "gla"}, "model_type = 'gla'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling = .*; it takes null"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}, "rope_parameters = .*; it takes null"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5; it takes null"),
     ],
 )  # fmt: skip
 def test_settings_of_flash_linear_attention_without_a_place(changes: dict[str, Any], match: str, tmp_path: Path) -> None:
@@ -332,6 +335,47 @@ def test_settings_of_kimi_k3_without_a_place(changes: dict[str, Any], match: str
     kimi_tensors().write(tmp_path / "public", kimi_config(**changes))
     with pytest.raises(RequestError, match=match):
         recognise(tmp_path / "public")
+
+
+@pytest.mark.parametrize(
+    ("outer", "match"),
+    [
+        ({"tie_word_embeddings": True}, "tie_word_embeddings = True, and False inside; one of the two is wrong"),
+        ({"vocab_size": VOCABULARY + 1}, "vocab_size = 65, and 64 inside"),
+        ({"quantization_config": {"bits": 4}}, r"outside text_config, has quantization_config = \{'bits': 4\}"),
+        ({"some_switch": 1}, "some_switch = 1, of which"), ({"text_config": [1]}, r"text_config = \[1\]; it takes an object"),
+    ],
+)  # fmt: skip
+def test_what_kimi_k3_says_outside_the_text_configuration(outer: dict[str, Any], match: str, tmp_path: Path) -> None:
+    kimi_tensors().write(tmp_path / "public", {**kimi_config(), **outer})
+    with pytest.raises(RequestError, match=match):
+        recognise(tmp_path / "public")
+
+
+@pytest.mark.parametrize("inside", [{}, {"tie_word_embeddings": None}])
+def test_tied_embeddings_of_kimi_k3_may_be_said_outside(inside: dict[str, Any], tmp_path: Path) -> None:
+    names = kimi_tensors()
+    del names.tensors["language_model.lm_head.weight"]
+    config = kimi_config()
+    del config["text_config"]["tie_word_embeddings"]
+    config["text_config"] |= inside
+    harmless = {"vision_config": {"depth": 2}, "media_placeholder_token_id": 7, "vocab_size": VOCABULARY, "dtype": "bfloat16"}
+    names.write(tmp_path / "public", {**config, **harmless, "tie_word_embeddings": True})
+    foreign, _ = recognise(tmp_path / "public")
+    assert foreign.model.tied_embeddings
+    adopt_checkpoint(tmp_path / "public", tmp_path / "run")
+
+
+def test_the_route_queries_of_a_checkpoint_in_half_precision_are_float32(tmp_path: Path) -> None:
+    names = fla_tensors(config := fla_config(attnres_block_size=2))
+    names.tensors = {name: tensor.bfloat16() for name, tensor in names.tensors.items()}
+    names.write(tmp_path / "public", config)
+    adopt_checkpoint(tmp_path / "public", tmp_path / "run")
+    tensors = stored(tmp_path / "run")
+    theirs = names.tensors["model.layers.1.mlp_res_proj.weight"][0]
+    assert torch.equal(tensors["residual.sites.3.query"], theirs.float())
+    kinds = {name: tensor.dtype for name, tensor in tensors.items()}
+    assert all(kind == (torch.float32 if name.startswith("residual.") else torch.bfloat16) for name, kind in kinds.items())
 
 
 @pytest.mark.parametrize("layout", ["flash-linear-attention", "Kimi K3"])

@@ -135,6 +135,50 @@ def test_a_ready_tokenizer_makes_the_tokens_and_ends_the_documents(write_jsonl: 
     assert sorted(texts) == sorted(document.text for document in FileCorpus(source, id_column="id").documents(Counter()))
 
 
+def test_a_token_in_front_of_the_documents(write_jsonl: Writer, ready: Path, tmp_path: Path) -> None:
+    """It is a token of its document, counted and inside the boundaries, and has no text; without it nothing changes."""
+    source = write_jsonl(100)
+    with source.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"id": "special", "text": "<|begin_of_text|> is text here"}) + "\n")
+    plain = prepare(with_tokenizer(source, ready), tmp_path / "plain")
+    manifest = prepare(with_tokenizer(source, ready, begin_of_document="<|begin_of_text|>"), tmp_path / "data")
+    assert (plain.begin, manifest.begin) == (None, 256) and manifest.fingerprint != plain.fingerprint
+    dataset, without = (TokenDataset.open(tmp_path / name, verify=True) for name in ("data", "plain"))
+    assert (dataset.begin, dataset.tokenizer().begin, without.begin, without.tokenizer().begin) == (256, 256, None, None)
+    for name in SPLITS:
+        tokens, boundaries = dataset.tokens(name), dataset.boundaries(name)
+        assert np.flatnonzero(tokens == 256).tolist() == boundaries[:-1].tolist()
+        assert tokens[tokens != 256].tolist() == without.tokens(name).tolist()
+        assert manifest.split(name).tokens == len(tokens) == plain.split(name).tokens + plain.split(name).documents
+        for (start, end), (first, last) in zip(itertools.pairwise(boundaries), itertools.pairwise(without.boundaries(name)), strict=True):
+            text = without.tokenizer().decode(without.tokens(name)[first:last].tolist())
+            assert dataset.tokenizer().decode(tokens[start:end].tolist()) == text
+    again = with_tokenizer(source, ready, begin_of_document="<|begin_of_text|>")
+    assert prepare(again, tmp_path / "data") == manifest
+    for settings, folder in ((again, "plain"), (with_tokenizer(source, ready), "data")):
+        with pytest.raises(RequestError, match="was prepared with another tokenizer"):
+            prepare(settings, tmp_path / folder)
+
+
+def test_a_manifest_from_before_there_was_a_token_in_front_reads_as_it_did(write_jsonl: Writer, ready: Path, tmp_path: Path) -> None:
+    manifest = prepare(with_tokenizer(write_jsonl(100), ready), tmp_path / "data")
+    path = tmp_path / "data" / "manifest.json"
+    value = json.loads(path.read_text(encoding="utf-8"))
+    del value["begin"], value["prepare"]["begin_of_document"]
+    path.write_text(json.dumps(value), encoding="utf-8")
+    assert read_manifest(tmp_path / "data") == manifest
+    assert read_manifest(tmp_path / "data").fingerprint == manifest.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("begin", "match"),
+    [("<s>", "has no token '<s>'"), ("<|end_of_text|>", "ends documents too"), ("a", "turns the text 'a' .* that begins documents")],
+)
+def test_a_token_in_front_that_cannot_be(begin: str, match: str, write_jsonl: Writer, ready: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=match):
+        prepare(with_tokenizer(write_jsonl(100), ready, begin_of_document=begin, end_of_document="<|end_of_text|>"), tmp_path / "data")
+
+
 def test_a_ready_tokenizer_is_told_by_its_content(write_jsonl: Writer, ready: Path, tmp_path: Path) -> None:
     source = write_jsonl(100)
     manifest = prepare(with_tokenizer(source, ready), tmp_path / "data")

@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 
 from depthroute.common.errors import FailureError, RequestError
-from depthroute.data import EOS, TextTokenizer, load_tokenizer, ready_tokenizer, train_tokenizer
+from depthroute.data import EOS, TextTokenizer, load_tokenizer, ready_tokenizer, same_tokenizer, train_tokenizer, usual_begin
 from depthroute.data.tokenizer import SPECIAL_TOKENS
 
 TEXTS = ["the residual stream of the network", "the routes of the residual stream", "queries and keys, and values"] * 3
@@ -138,6 +138,39 @@ def test_a_ready_tokenizer_gives_the_ids_of_the_text_alone(special: bool, tmp_pa
     assert Tokenizer.from_file(str(path)).encode("</s></s>").ids[:2] == [found.encode("a")[0], 256]  # what would happen otherwise
     tokenizer.save(tmp_path / "copy.json")
     assert (tmp_path / "copy.json").read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("config", "template", "begin"),
+    [
+        (None, "<s> $A", "<s>"), (None, "$A", None), (None, "$A </s>", None), (None, "<s> <s> $A", None), (None, "<s> $A </s>", "<s>"),
+        ({"add_bos_token": False, "bos_token": "<s>"}, "<s> $A", None), ({"add_bos_token": True, "bos_token": "<s>"}, "$A", "<s>"),
+        ({"add_bos_token": True, "bos_token": {"content": "<s>"}}, "$A", "<s>"), ({"add_bos_token": None}, "<s> $A", "<s>"),
+    ],
+)  # fmt: skip
+def test_the_token_that_a_tokenizer_puts_in_front(config: object, template: str, begin: str | None, tmp_path: Path) -> None:
+    path = ready(tmp_path, AddedToken("<s>", special=True), AddedToken("</s>", special=True), config=config)
+    raw = Tokenizer.from_file(str(path))
+    raw.post_processor = TemplateProcessing(
+        single=template, special_tokens=[(name, raw.token_to_id(name)) for name in ("<s>", "</s>")]
+    )
+    raw.save(str(path))
+    assert usual_begin(path) == begin
+
+
+def test_tokenizers_are_the_same_by_what_makes_ids(tmp_path: Path) -> None:
+    TOKENIZER.save(tmp_path / "ours.json")
+    raw = Tokenizer.from_file(str(tmp_path / "ours.json"))
+    raw.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    raw.enable_truncation(3)
+    raw.enable_padding()
+    raw.save(str(tmp_path / "dressed.json"))
+    assert same_tokenizer(tmp_path / "ours.json", tmp_path / "dressed.json")
+    raw.add_special_tokens(["<more>"])
+    raw.save(str(tmp_path / "more.json"))
+    assert not same_tokenizer(tmp_path / "ours.json", tmp_path / "more.json")
+    with pytest.raises(RequestError, match="cannot be read"):
+        same_tokenizer(tmp_path / "ours.json", tmp_path / "none.json")
 
 
 def test_ids_that_are_left_out_count(tmp_path: Path) -> None:

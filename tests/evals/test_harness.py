@@ -45,6 +45,19 @@ def test_an_empty_text_stands_behind_the_end_of_a_document(lm: DepthrouteLM) -> 
     assert found == pytest.approx(naive(lm, [EOS], ids), abs=1e-12)
 
 
+def test_documents_that_begin_with_a_token(lm: DepthrouteLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands in front of every text, once."""
+    plain, begin = lm.tok_encode("The river"), 2
+    monkeypatch.setattr(lm._text, "begin", begin)
+    assert lm.prefix_token_id == begin and lm.eot_token_id == EOS and lm.tok_encode("The river") == [begin, *plain]
+    empty, one = lm.loglikelihood(asked("loglikelihood", ("", "The river"), ("The", " river")))
+    assert empty[0] == pytest.approx(naive(lm, [begin], plain), abs=1e-12)
+    before, behind = lm.tok_encode("The"), lm.tok_encode(" river", add_special_tokens=False)
+    assert before[0] == begin and one[0] == pytest.approx(naive(lm, before, behind), abs=1e-12)
+    (rolling,) = lm.loglikelihood_rolling(asked("loglikelihood_rolling", ("The river",)))
+    assert rolling == pytest.approx(empty[0], abs=1e-12)
+
+
 def test_spaces_at_the_end_of_a_text_belong_to_the_answer(lm: DepthrouteLM) -> None:
     pairs = [("The old", " river"), ("The old ", "river"), ("  ", "river"), ("", "  river")]
     one, other, spaces, alone = lm.loglikelihood(asked("loglikelihood", *pairs))

@@ -92,10 +92,22 @@ def test_the_tokenizer_gives_the_same_ids(exported: Path, trained_run: Path, tex
 def test_half_precision_is_stored_but_for_the_route_queries(trained_run: Path, tmp_path: Path) -> None:
     found = export_hf(trained_run, tmp_path / "half", dtype="bfloat16")
     assert found["logits_max_difference"] <= 1e-9 * found["logits_max"]
+    stored = export_hf(trained_run, tmp_path / "whole")
+    assert stored["rounding_max_difference"] == 0 < 1e-6 * found["logits_max"] < found["rounding_max_difference"]
     kinds = {name: tensor.dtype for name, tensor in load_file(tmp_path / "half" / "model.safetensors").items()}
     for name, kind in kinds.items():
         assert kind == (torch.float32 if ".residual." in name and name.endswith("query") else torch.bfloat16), name
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_weights_that_half_precision_does_not_hold(trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, decoder = load_trained(trained_run)
+    with torch.no_grad():
+        decoder.embedding.weight.mul_(1e6)
+    monkeypatch.setattr(export, "load_trained", lambda run: (config, decoder))
+    with pytest.raises(RequestError, match="dtype = float16: it does not hold the weights"):
+        export_hf(trained_run, tmp_path / "out", dtype="float16")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_refused(trained_run: Path, tmp_path: Path) -> None:

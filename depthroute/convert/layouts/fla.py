@@ -11,7 +11,6 @@ from typing import Any
 
 from depthroute.common.errors import RequestError
 from depthroute.convert.foreign import Fields, Foreign, Naming
-from depthroute.convert.layouts.rope import rotary
 from depthroute.model import ModelConfig
 from depthroute.residual import AttnResConfig, PreNormConfig, ResidualConfig
 
@@ -38,7 +37,8 @@ def read(architecture: str, config: Mapping[str, Any], names: Collection[str]) -
     fields.only("model_type", "transformer")
     width, layers = fields.whole("hidden_size", 2_048), fields.whole("num_hidden_layers", 24)
     eps, context = fields.number("norm_eps", 1e-6), fields.whole("max_position_embeddings", 2_048)
-    base, scaling = rotary(fields, context=context)
+    for name in ("rope_scaling", "rope_parameters", "partial_rotary_factor"):
+        fields.only(name)  # its own code does not look at them: what they mean to a model trained by it is not what they say
     fields.only("hidden_act", "swish")
     fields.only("elementwise_affine", True)
     fields.ignore(*FUSED)
@@ -51,7 +51,8 @@ def read(architecture: str, config: Mapping[str, Any], names: Collection[str]) -
     ratio = fields.number("hidden_ratio", 4)
     model = ModelConfig(
         vocabulary=fields.whole("vocab_size", 32_000), width=width, layers=layers, heads=fields.whole("num_heads", 32),
-        key_value_heads=fields.maybe_whole("num_kv_heads"), context=context, rope_base=base, rope_scaling=scaling, rope_precision="float32",
+        key_value_heads=fields.maybe_whole("num_kv_heads"), context=context, rope_precision="float32",
+        rope_base=fields.number("rope_theta", 10_000.0),
         mlp_width=fields.maybe_whole("intermediate_size") or 256 * -(-int(width * ratio * 2 / 3) // 256),
         biases=("query", "key", "value") if fields.flag("qkv_bias") else (), attention_window=fields.maybe_whole("window_size"),
         qk_norm=qk_norm, tied_embeddings=fields.flag("tie_word_embeddings"), norm_eps=eps, residual=_residual(fields, layers, eps),

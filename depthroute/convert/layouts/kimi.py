@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from depthroute.common.errors import RequestError
-from depthroute.convert.foreign import Fields, Foreign, Naming, numbers
+from depthroute.convert.foreign import HARMLESS, Fields, Foreign, Naming, numbers
 from depthroute.convert.layouts.llama import PARTS
 from depthroute.convert.layouts.rope import rotary
 from depthroute.model import ModelConfig
@@ -31,6 +31,11 @@ PARTS_WITHOUT_PLACE = (
     "kv_lora_rank", "linear_attn_config", "moe_intermediate_size", "n_routed_experts", "num_experts", "q_lora_rank",
     "routed_expert_hidden_size",
 )  # fmt: skip
+# Beside text_config: of images, whose tensors are refused where they are there.
+OF_OTHER_MODELS = (
+    "ignore_index", "image_token_id", "image_token_index", "media_placeholder_token_id", "mm_projector_type",
+    "use_unified_vision_chunk", "video_placeholder", "vision_config",
+)  # fmt: skip
 EPS = 1e-5
 
 
@@ -38,10 +43,7 @@ def read(config: Mapping[str, Any], names: Collection[str]) -> Foreign:
     """The decoder of a checkpoint with Kimi K3's names; RequestError where it has a part or a setting that our decoder has no place for."""
     _refuse_parts(names)
     prefix = "language_model." if any(name.startswith("language_model.") for name in names) else ""
-    text = config.get("text_config") or config
-    if not isinstance(text, dict):
-        raise RequestError(f"config.json has text_config = {text!r}, which is no object.")
-    fields = Fields(text, "config.json with Kimi K3's names")
+    fields = Fields(_text_config(config), "config.json with Kimi K3's names")
     eps, context = fields.number("rms_norm_eps", EPS), fields.whole("max_position_embeddings", fields.maybe_whole("model_max_length"))
     base, scaling = rotary(fields, context=context, theta=None)
     fields.only("hidden_act", "silu")
@@ -65,6 +67,25 @@ def read(config: Mapping[str, Any], names: Collection[str]) -> Foreign:
         layout="Kimi K3", model=model, naming=naming,
         unused=re.escape(f"{prefix}model.layers.0.self_attention_res_") + r"(proj|norm)\.weight",
     )  # fmt: skip
+
+
+def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of the language model, with what the outer object says of it too."""
+    outer = Fields(config, "config.json with Kimi K3's names, outside text_config,")
+    text = outer.take("text_config")
+    if text is None:
+        return dict(config)
+    if not isinstance(text, dict):
+        raise outer.refused("text_config", text, "an object")
+    for name, value in config.items():
+        if text.get(name) is not None and name not in HARMLESS:
+            outer.ignore(name)
+            if value is not None and value != text[name]:
+                raise RequestError(f"{outer.where} has {name} = {value!r}, and {text[name]!r} inside; one of the two is wrong.")
+    tied = outer.take("tie_word_embeddings")
+    outer.ignore(*OF_OTHER_MODELS)
+    outer.finish()
+    return text if tied is None else {**text, "tie_word_embeddings": tied}
 
 
 def _refuse_parts(names: Collection[str]) -> None:
