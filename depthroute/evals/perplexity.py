@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from depthroute.common.errors import RequestError
 from depthroute.data import Split, TextTokenizer
 from depthroute.evals.subject import Subject
 from depthroute.study.clusters import cluster_bootstrap
@@ -54,22 +53,24 @@ def perplexity_items(subject: Subject, split: Split, *, limit_tokens: int | None
 
 def perplexity_metrics(items: Sequence[DocumentItem]) -> dict[str, dict[str, Any]]:
     """`nll` (nats per token), `perplexity` and `bits_per_byte`, each with `value`, `error` and `interval` (95 %, cluster bootstrap over
-    documents; `depthroute.study.clusters`).
-
-    Raises:
-        RequestError: fewer than two documents.
-    """
-    if len(items) < 2:
-        raise RequestError("an interval over documents needs two documents or more; evaluate more tokens.")
-    nll = cluster_bootstrap([item["nats"] for item in items], [item["tokens"] for item in items])
+    documents; `depthroute.study.clusters`); of fewer than two documents the last two are None."""
+    nll = _mean([item["nats"] for item in items], [item["tokens"] for item in items])
     of_text = [item for item in items if item["bytes"]]  # all but a document of which only its end was evaluated
-    bits = cluster_bootstrap([item["nats"] / math.log(2) for item in of_text], [item["bytes"] for item in of_text])
-    low, high = nll.interval
-    return {
-        "nll": {"value": nll.mean, "error": nll.error, "interval": nll.interval},
-        "perplexity": {"value": _exp(nll.mean), "error": _exp(nll.mean) * nll.error, "interval": (_exp(low), _exp(high))},
-        "bits_per_byte": {"value": bits.mean, "error": bits.error, "interval": bits.interval},
+    bits = _mean([item["nats"] / math.log(2) for item in of_text], [item["bytes"] for item in of_text])
+    mean, error, interval = nll["value"], nll["error"], nll["interval"]
+    perplexity = {
+        "value": None if mean is None else _exp(mean),
+        "error": None if error is None else _exp(mean) * error,
+        "interval": None if interval is None else tuple(map(_exp, interval)),
     }
+    return {"nll": nll, "perplexity": perplexity, "bits_per_byte": bits}
+
+
+def _mean(sums: Sequence[float], counts: Sequence[int]) -> dict[str, Any]:
+    if len(sums) < 2:
+        return {"value": sums[0] / counts[0] if sums else None, "error": None, "interval": None}
+    found = cluster_bootstrap(sums, counts)
+    return {"value": found.mean, "error": found.error, "interval": found.interval}
 
 
 def _text_bytes(tokenizer: TextTokenizer, ids: Sequence[int]) -> int:

@@ -12,6 +12,7 @@ import pytest
 from scipy.stats import binomtest
 
 from depthroute.evals.metrics import cells_of, clustered, documents_of, items_of, mean_uncertainty, metrics_of, uncertainty, wilson
+from depthroute.evals.perplexity import perplexity_metrics
 from depthroute.evals.presets import LOW_RANK, average
 from depthroute.study.clusters import cluster_bootstrap
 from depthroute.study.statistics import t_interval
@@ -135,3 +136,16 @@ def test_an_average_has_no_error_where_a_task_has_none() -> None:
     assert average("low-rank", measured) == {"value": 0.5, "error": None, "missing": [], "partial": []}
     measured["piqa"]["metrics"]["acc_norm"]["value"] = None  # type: ignore[index]
     assert average("low-rank", measured)["value"] is None
+
+
+def test_the_perplexity_of_one_document_has_no_interval() -> None:
+    """Little text is no reason to say nothing; of its spread nothing is known."""
+    one = {"task": "perplexity", "doc_id": 0, "item": "a", "nats": 30.0, "tokens": 10, "bytes": 20}
+    found = perplexity_metrics([one])
+    assert found["nll"] == {"value": 3.0, "error": None, "interval": None}
+    assert found["perplexity"] == {"value": pytest.approx(math.exp(3)), "error": None, "interval": None}
+    assert found["bits_per_byte"]["value"] == pytest.approx(1.5 / math.log(2)) and found["bits_per_byte"]["interval"] is None
+    assert perplexity_metrics([{**one, "bytes": 0}])["bits_per_byte"]["value"] is None
+    several = perplexity_metrics([{**one, "doc_id": number, "nats": 30.0 + number} for number in range(5)])
+    low, high = several["nll"]["interval"]
+    assert several["nll"]["value"] == pytest.approx(3.2) and low < 3.2 < high
