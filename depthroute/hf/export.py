@@ -173,8 +173,11 @@ def modelling_class(folder: Path) -> Iterator[Any]:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # the folder holds what was exported, and no __pycache__
     try:
         spec.loader.exec_module(module)
+        sys.dont_write_bytecode = writes
         yield module.DepthrouteForCausalLM
     finally:
+        sys.dont_write_bytecode = writes
         del sys.modules[name]
