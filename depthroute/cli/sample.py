@@ -62,6 +62,8 @@ def main(arguments: Sequence[str]) -> None:
 
     if not options.prompt:
         raise RequestError("there is no prompt; give --prompt TEXT, or --prompt - for standard input.")
+    if options.prompt.count("-") > 1:
+        raise RequestError("--prompt - is given twice, and standard input can be read once; give the other prompts as text.")
     if options.count < 1:
         raise RequestError(f"count = {options.count} is not allowed; it takes 1 or more.")
     sampling = Sampling(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from depthroute.common.errors import RequestError
 from depthroute.infer.sampling import Draws, Sampling
-from depthroute.infer.session import Session
+from depthroute.infer.session import Session, check_prompts
 from depthroute.infer.text import Decode, TextStream
 from depthroute.model import Decoder
 
@@ -107,8 +107,13 @@ def stream(
         raise RequestError("stop strings need text to look at: give `decode` too, such as tokenizer.decode.")
     if rows is not None and len(rows) != len(prompts):
         raise RequestError(f"rows has {len(rows)} numbers for {len(prompts)} prompts; give one for each, or none.")
+    if isinstance(stop, str):
+        raise RequestError(f"stop = {stop!r} is one text; give a list of them: [{stop!r}].")
+    if isinstance(end, int):
+        raise RequestError(f"end = {end} is one id; give a list of them: [{end}].")
+    check_prompts(prompts, model.config.vocabulary)
     texts = [TextStream(decode or _no_text, prompt if decode else (), stop) for prompt in prompts]
-    if limit == 0 or not prompts:
+    if limit == 0 or len(prompts) == 0:
         return (Piece(row, None, None, "", "limit") for row in range(len(prompts)))
     session = Session(model)
     logits = session.prefill(prompts)

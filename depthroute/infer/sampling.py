@@ -48,7 +48,7 @@ class Sampling:
         for name, allowed, takes in (
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a number above 0; 1 changes nothing"),
             ("temperature", 0 <= self.temperature < math.inf, "0 or more"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "1 or more, or None"),
+            ("top_k", self.top_k is None or (type(self.top_k) is int and self.top_k >= 1), "a whole number, 1 or more, or None"),
             ("top_p", self.top_p is None or 0 < self.top_p <= 1, "a number above 0 and up to 1, or None"),
             ("min_p", self.min_p is None or 0 < self.min_p <= 1, "a number above 0 and up to 1, or None"),
         ):

@@ -55,15 +55,10 @@ class Session:
         Raises:
             RequestError: no prompt, an empty one, or an id that is not in the vocabulary.
         """
-        vocabulary, weight = self.model.config.vocabulary, self.model.embedding.weight
-        if not prompts:
+        weight = self.model.embedding.weight
+        if len(prompts) == 0:
             raise RequestError("there is no prompt; give at least one.")
-        for row, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise RequestError(f"prompt {row} is empty; give at least one token.")
-            wrong = [token for token in prompt if not 0 <= token < vocabulary]
-            if wrong:
-                raise RequestError(f"prompt {row} has the token id {wrong[0]}; this model has 0 to {vocabulary - 1}.")
+        check_prompts(prompts, self.model.config.vocabulary)
         longest = max(map(len, prompts))
         padding = [longest - len(prompt) for prompt in prompts]
         tokens = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)], device=weight.device)
@@ -151,6 +146,20 @@ class Session:
     @torch.no_grad()
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.model.unembed(hidden)
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], vocabulary: int) -> None:
+    """Refuse prompts that a model of this vocabulary cannot read.
+
+    Raises:
+        RequestError: an empty one, or an id that is not in the vocabulary.
+    """
+    for row, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise RequestError(f"prompt {row} is empty; give at least one token.")
+        wrong = [token for token in prompt if not 0 <= token < vocabulary]
+        if wrong:
+            raise RequestError(f"prompt {row} has the token id {wrong[0]}; this model has 0 to {vocabulary - 1}.")
 
 
 def _identity(model: Decoder) -> tuple[object, ...]:

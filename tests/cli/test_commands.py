@@ -42,6 +42,11 @@ def test_sample_continues_the_prompt(trained_run: Path, capsys: pytest.CaptureFi
     assert "prompt 0 is empty" in capsys.readouterr().err
 
 
+def test_standard_input_is_one_prompt(trained_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", str(trained_run), "--prompt", "-", "--prompt", "-"]) == 2
+    assert "standard input can be read once" in capsys.readouterr().err
+
+
 def test_sample_writes_several_texts_and_says_how_each_ended(
     trained_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -201,6 +201,10 @@ def test_a_limit_of_nothing_and_no_prompts(model: Decoder) -> None:
     [
         ([[3], []], {}, "prompt 1 is empty"),
         ([[3, 300]], {}, "prompt 0 has the token id 300"),
+        ([[]], {"limit": 0}, "prompt 0 is empty"),
+        ([[300]], {"limit": 0}, "prompt 0 has the token id 300"),
+        ([[3]], {"stop": "ab", "decode": TOKENIZER.decode}, r"stop = 'ab' is one text; give a list of them: \['ab'\]"),
+        ([[3]], {"end": 4}, r"end = 4 is one id; give a list of them: \[4\]"),
         ([[3]], {"limit": -1}, "limit = -1 is not allowed; it takes 0 or more"),
         ([[3]], {"stop": ["a"]}, "stop strings need text to look at: give `decode` too"),
         ([[3]], {"stop": [""], "decode": TOKENIZER.decode}, "a stop string is empty"),
