@@ -37,6 +37,7 @@ def main(arguments: Sequence[str]) -> None:
     from depthroute.analysis.analyse import analyse
     from depthroute.common.errors import RequestError
     from depthroute.report.analysis_page import write_analysis
+    from depthroute.train.run_folder import root_of
 
     for name in ("tokens", "dear_tokens", "probe_tokens"):
         value = getattr(options, name)
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str]) -> None:
         if value < least:
             raise RequestError(f"--{name.replace('_', '-')} {value} is not allowed; it takes {least} or more.")
     run = options.run
-    out = options.out or (run.parent.parent if run.parent.name == "checkpoints" else run) / "analysis"
+    out = options.out or root_of(run) / "analysis"
     analyse(
         run, out, data=options.data, tokens=options.tokens, dear_tokens=options.dear_tokens, probe_tokens=options.probe_tokens,
         text=options.text, report=lambda line: print(line, file=sys.stderr),

@@ -21,6 +21,7 @@ from depthroute.evals.store import read_evaluation, refuse_other_settings, write
 from depthroute.evals.subject import Subject, open_subject
 from depthroute.evals.tasks import Tasks, require_harness
 from depthroute.train.config import Device, Precision
+from depthroute.train.run_folder import root_of
 
 LOCAL = "local"
 
@@ -194,8 +195,7 @@ def _refuse_other_items(a: Subject, b: Subject, config: EvalConfig) -> None:
 
 
 def _called(subject: Subject) -> str:
-    path = subject.path.resolve()
-    run = path.parent.parent if path.parent.name == "checkpoints" else path
+    run = root_of(subject.path.resolve())
     return "-".join(part for part in (run.parent.name, run.name, subject.checkpoint, subject.weights[:8]) if part)
 
 

@@ -14,6 +14,7 @@ from depthroute.train import RunConfig, checkpoint, load_trained
 from depthroute.train.config import Device, Precision
 from depthroute.train.devices import resolve_device, resolve_precision
 from depthroute.train.run_data import run_data
+from depthroute.train.run_folder import root_of, run_and_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +36,8 @@ class Subject:
     @property
     def results(self) -> Path:
         """Where its results go unless told otherwise: `evals` in its run folder, and there in a folder for an older checkpoint."""
-        if self.path.resolve().parent.name == "checkpoints":
-            return self.path.resolve().parent.parent / "evals" / self.checkpoint
-        return self.path / "evals"
+        root = root_of(self.path)
+        return root / "evals" if root == self.path else root / "evals" / self.checkpoint
 
 
 def open_subject(run: Path, *, data: Path | None = None, device: Device = "auto", precision: Precision = "auto") -> Subject:
@@ -53,7 +53,7 @@ def open_subject(run: Path, *, data: Path | None = None, device: Device = "auto"
     """
     config, model = load_trained(run)
     dataset = run_data(run, config, data)
-    found = checkpoint.latest(run) or run
+    _, found = run_and_checkpoint(run)
     weights: str = read_json(found / checkpoint.STATE)["files"][checkpoint.MODEL]["sha256"]
     where = resolve_device(device)
     return Subject(

@@ -32,8 +32,7 @@ class DecodingProgram:
         weight = model.embedding.weight
         if rows > steps.most_rows() or weight.device.type != "cpu" or weight.dtype not in steps.SUFFIXES:
             return False
-        plain_values = type(model.residual).values is Residual.values
-        if not plain_values or model.rotary.cos.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+        if type(model.residual).values is not Residual.values or model.rotary.cos.dtype != torch.float32:
             return False
         return _plain(model, weight.dtype) and all(_steps_of(layer, routing, 2 * number) for number, layer in enumerate(model.layers))
 
