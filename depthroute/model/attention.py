@@ -114,7 +114,7 @@ class Attention(nn.Module):
         if sight.store is not None:
             key, value = sight.store.append(self.number, key, value)
         seen = sight.windowed if self.windowed else sight.full
-        grouped = self.key_value_heads != self.heads
+        grouped = key.shape[1] != query.shape[1]
         mixed = F.scaled_dot_product_attention(query, key, value, seen.allowed, is_causal=seen.causal, enable_gqa=grouped)
         activation = mixed.transpose(1, 2).flatten(2)
         return SubLayerOutput(self.output(activation), activation, kept)
@@ -125,8 +125,9 @@ class Attention(nn.Module):
         found: list[Tensor] = []
         for together in one_input(roles):
             found += project([projection for projection in projections[together] if projection is not None], roles[together.start])
-        query, key = self._heads(found[0], self.heads), self._heads(found[1], self.key_value_heads)
-        return query, key, self._heads(found[2], self.key_value_heads) if len(found) > 2 else None
+        query, key, *value = [self._heads(one) for one in found]
+        return query, key, value[0] if value else None
 
-    def _heads(self, x: Tensor, heads: int) -> Tensor:
-        return x.view(*x.shape[:-1], heads, self.head_width).transpose(1, 2)
+    def _heads(self, x: Tensor) -> Tensor:
+        """[B, T, H*E] to [B, H, T, E], of as many heads as are there: a process may have a part of them."""
+        return x.view(*x.shape[:-1], -1, self.head_width).transpose(1, 2)

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from depthroute.common.errors import RequestError
 from depthroute.model.attention import Sight, SubLayerOutput, whole_sequence
@@ -25,7 +26,13 @@ Observer = Callable[[int, Memory], None]
 
 
 class Decoder(nn.Module):
-    """A decoder-only Transformer over any residual method. `residual.*` is exactly what the method adds."""
+    """A decoder-only Transformer over any residual method. `residual.*` is exactly what the method adds.
+
+    `recompute`: keep of a layer only what comes in for the backward pass, and run it again there (activation checkpointing). Set it on a
+    model; it changes memory and time, nothing else.
+    """
+
+    recompute = False
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -63,14 +70,28 @@ class Decoder(nn.Module):
         `routing`: what connects the sub-layers in place of `residual`: its form for decoding.
         """
         routing = routing or self.residual
-        memory = routing.open(embedding)
-        for site in range(2 * len(self.layers)):
-            if observe is not None:
-                observe(site, memory)
-            memory = self.step(memory, site, sight, routing)
+        memory = self.run(routing.open(embedding), range(len(self.layers)), sight, routing, observe)
         if observe is not None:
             observe(2 * len(self.layers), memory)
         return routing.close(memory, self.norm)
+
+    def run(
+        self, memory: Memory, layers: range, sight: Sight, routing: Routing | None = None, observe: Observer | None = None
+    ) -> Memory:
+        """The memory behind some layers, from the one before them."""
+        for number in layers:
+            if self.recompute and observe is None and torch.is_grad_enabled():
+                memory = checkpoint(self._layer, memory, number, sight, routing, None, use_reentrant=False, preserve_rng_state=False)
+            else:
+                memory = self._layer(memory, number, sight, routing, observe)
+        return memory
+
+    def _layer(self, memory: Memory, number: int, sight: Sight, routing: Routing | None, observe: Observer | None) -> Memory:
+        for site in (2 * number, 2 * number + 1):
+            if observe is not None:
+                observe(site, memory)
+            memory = self.step(memory, site, sight, routing)
+        return memory
 
     def sight(self, tokens: int) -> Sight:
         """Of whole sequences of `tokens` without padding. Raises RequestError beyond the context."""

@@ -172,6 +172,10 @@ class AttnRes(SourceBank):
             "key_norm": config.key_norm, "eps": config.eps, "heads": config.heads, "weighting": config.weighting
         }  # fmt: skip
 
+    @property
+    def looks_inside(self) -> bool:
+        return self.embedding_key is not None  # projected keys are made from what sub-layers feed their output projections
+
     def _has_roles(self, site: int) -> bool:
         return self.config.roles != "shared" and site % 2 == 0 and site < self.body.sublayers
 
@@ -215,6 +219,12 @@ class AttnRes(SourceBank):
             memory = memory._replace(ahead=memory.ahead[1:])
         return super().write(memory, site, output, trace)
 
+    def hand_over(self, memory: Bank) -> Bank:
+        return memory._replace(ahead=())
+
+    def take_over(self, memory: Bank, site: int) -> Bank:
+        return memory._replace(ahead=self._prepare(memory, site))
+
     def _key(self, site: int, trace: Trace) -> Tensor | None:
         if self.embedding_key is None:
             return None
@@ -227,7 +237,7 @@ class AttnRes(SourceBank):
         return summary if self.config.values == "raw" else rms(summary, self.config.eps).to(summary.dtype)
 
     def _prepare(self, bank: Bank, start: int) -> tuple[Ahead, ...]:
-        """Phase 1 of the block that begins at sub-layer `start`, for the sites that will have a partial sum to merge."""
+        """Phase 1 of the block that holds sub-layer `start`, for its sites from there on that will have a partial sum to merge."""
         sites = self.sites_read_ahead(start, len(bank.closed))
         if not sites:
             return ()
@@ -243,9 +253,11 @@ class AttnRes(SourceBank):
         """What a read is multiplied by."""
         return len(self.within(memory.sources())) if self.config.sum_reads else 1
 
-    def sites_read_ahead(self, start: int, closed: int) -> range:
-        """The sites of the block that begins at sub-layer `start`, with so many closed sources, that have these read for them together."""
-        sites = self.sites_of_block(start)[1:]
+    def sites_read_ahead(self, site: int, closed: int) -> range:
+        """The sites from `site` on that will find its block open, with so many closed sources, and have these read for them together."""
+        begins = site in (0, *self.ends)
+        sites = self.sites_of_block(site)[1 if begins else 0 :]
+        sites = range(sites.start, min(sites.stop, self.reads.stop))
         enough = len(self.within((None,) * closed, room_for=1)) >= READ_AHEAD_FROM
         return sites if self.config.phases and enough else sites[:0]
 

@@ -138,9 +138,9 @@ class SourceBank(Residual):
         """How many sub-layers the block that ends with sub-layer `end` has."""
         return next(end - start for start, last in self._starts.items() if last == end)
 
-    def sites_of_block(self, start: int) -> range:
-        """The sites before the sub-layers of the block that begins at sub-layer `start`; the last read if nothing follows."""
-        return range(start, self._starts.get(start, start + 1))
+    def sites_of_block(self, site: int) -> range:
+        """The sites from `site` on of the block that it lies in; the last read is by itself."""
+        return range(site, next((end for end in self.ends if end > site), site + 1))
 
     def counts(self, site: int) -> tuple[int, ...]:
         """How many outputs each source at this site is made of, the embedding counted as one."""

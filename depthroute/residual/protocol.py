@@ -149,6 +149,8 @@ METHODS: dict[str, type[ResidualConfig]] = {}  # filled by registry.py, a line a
 class Residual(nn.Module, abc.ABC):
     """A way of connecting sub-layers. `body` has 2L sub-layers; sites 0..2L-1 are read before them, site 2L by `close`.
 
+    `reads`: the sites that this module reads; all of them, but for a module of a pipeline stage, which prepares nothing for others.
+
     `per_token`: whether the memory of a token depends on that token alone. Decoding with a cache of keys and values needs it, since a later
     token then brings nothing new to the memories of earlier ones.
     """
@@ -158,6 +160,16 @@ class Residual(nn.Module, abc.ABC):
     def __init__(self, body: Body) -> None:
         super().__init__()
         self.body = body
+        self.reads = range(body.sublayers + 1)
+
+    @property
+    def looks_inside(self) -> bool:
+        """Whether the method takes something from within sub-layers: the values of `values`, or `Trace.activation`.
+
+        It then needs whole sub-layers: where processes share one, each has its own heads and columns within, of all tokens. True for a
+        method that has its own `values`; one that takes the activation says so itself.
+        """
+        return type(self).values is not Residual.values
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -194,6 +206,14 @@ class Residual(nn.Module, abc.ABC):
         inputs = self.read(memory, self.body.sublayers, norm)
         assert isinstance(inputs, Tensor)
         return inputs
+
+    def hand_over(self, memory: Memory) -> Memory:
+        """The memory as it goes to the process that reads the next sites: without what that one can make of the rest."""
+        return memory
+
+    def take_over(self, memory: Memory, site: int) -> Memory:
+        """The memory at the process that goes on with `site`, from what `hand_over` gave at the one before."""
+        return memory
 
     def decoding(self, embedding: Tensor) -> Routing:
         """What reads and writes passes of one shape, those of `embedding` [..., D], one after the other and without gradients.

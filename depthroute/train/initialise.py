@@ -10,8 +10,10 @@ import hashlib
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from depthroute.common.errors import RequestError
+from depthroute.parallel.sharding import put
 
 FALLBACK_STD = 0.02
 
@@ -21,7 +23,8 @@ def initialise(model: nn.Module, seed: int) -> None:
 
     A module that owns parameters says how with `initial_values(name, parameter, generator)`. Without that method, `nn.Linear` and
     `nn.Embedding` weights are normal with standard deviation 0.02, biases zero, norm weights one. A tied parameter is filled once,
-    under the first of its names. The generators are CPU generators, so a model is initialised before it moves to another device.
+    under the first of its names. The generators are CPU generators: values are drawn there, whole, whatever the device of a parameter and
+    however it is sharded.
 
     Raises:
         RequestError: a parameter belongs to a module of which nothing says how it starts.
@@ -30,7 +33,11 @@ def initialise(model: nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             path, _, local = name.rpartition(".")
-            _fill(owners[path], name, local, parameter, parameter_generator(seed, name))
+            here = parameter.device.type == "cpu" and not isinstance(parameter, DTensor)
+            values = parameter if here else torch.empty(parameter.shape, dtype=parameter.dtype)
+            _fill(owners[path], name, local, values, parameter_generator(seed, name))
+            if not here:
+                put(values, parameter)
 
 
 def parameter_generator(seed: int, name: str) -> torch.Generator:

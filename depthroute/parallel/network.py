@@ -1,0 +1,250 @@
+"""A decoder on the processes of a world, for a training loop that need not know how it is laid out.
+
+Every process calls the same methods in the same order. What they return is of the whole batch, and the same on every process.
+
+Shapes: R sequences of the batch that this process's share has, T tokens of context.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from depthroute.model import Decoder, ModelConfig
+from depthroute.model.layers import Layer
+from depthroute.model.loss import cross_entropy_sums, likeliest, token_nll
+from depthroute.parallel.chunk import Chunk, Kept, chunk_decoder
+from depthroute.parallel.cut import cut, layers_of_chunks, passages
+from depthroute.parallel.pipeline import Pipeline
+from depthroute.parallel.sharding import by_mesh, shard, synchronise, whole
+from depthroute.parallel.shared import SharedParameters
+from depthroute.parallel.tensor import check_tensor, shard_layer
+from depthroute.parallel.world import World
+
+
+class Network:
+    """The part of a decoder that this process holds, and what it does with the others.
+
+    Attributes:
+        parts: The decoders of this process's chunks, with the parameters that are here, under their names in the whole model.
+        named: Those parameters by name, in shards where they are sharded; a name that several chunks have comes once a chunk.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        world: World,
+        *,
+        sequences: int,
+        microbatch: int,
+        precision: torch.dtype | None,
+        fill: Callable[[nn.Module], None],
+        recompute: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """`sequences`: of a batch. `microbatch`: sequences in one forward pass, at most. `precision`: of autocast, None is none. `fill`
+        gives a module its initial values, by the names of its parameters. `dtype`: of the parameters.
+
+        Raises:
+            RequestError: the layout does not fit the model or the batch.
+        """
+        layout = world.layout
+        check_tensor(config, layout.tp)
+        self.config, self.world = config, world
+        self.rows = layout.rows(sequences)
+        microbatches = layout.microbatches(sequences, microbatch) if layout.pp > 1 else 0
+        self.microbatch = self.rows // microbatches if microbatches else min(microbatch, self.rows)
+        plan = cut(
+            config, layers_of_chunks(config.layers, layout.chunks), rows=self.microbatch, tokens=config.context // layout.tp,
+            kind=world.device.type, dtype=dtype, precision=precision,
+        )  # fmt: skip
+        travels, kept = passages(plan, layout.pp, layout.keeps), Kept()
+        numbers = range(world.place("pp"), layout.chunks, layout.pp)
+        self._chunks = [
+            self._sharded(Chunk(chunk_decoder(config, plan, number, dtype), plan, travels, number, kept, config.context, precision))
+            for number in numbers
+        ]
+        for chunk in self._chunks:
+            chunk.decoder.recompute = recompute
+            fill(chunk.decoder)
+        self.parts = [chunk.decoder for chunk in self._chunks]
+        self.named = [(name, parameter) for part in self.parts for name, parameter in part.named_parameters()]
+        self._shared = SharedParameters(plan, world, [(chunk.number, chunk.decoder) for chunk in self._chunks])
+        self._targets: list[Tensor] = []
+        self._marked: list[Tensor] = []
+        self._measured: list[tuple[Tensor, Tensor]] = []
+        self._nll = torch.zeros((), dtype=torch.float64, device=world.device)
+        self._z_loss = 0.0
+        self.pipeline = Pipeline(self._chunks, plan, travels, world, kept, microbatches) if microbatches else None
+        self._copies: nn.Module = self._chunks[0]
+        if layout.ddp == layout.processes > 1:
+            self._copies = DistributedDataParallel(self._chunks[0], gradient_as_bucket_view=True)
+
+    def _sharded(self, chunk: Chunk) -> Chunk:
+        """A chunk without memory in the form that this process holds it in, with memory and without values."""
+        world = self.world
+        if world.layout.tp > 1:
+            for layer in chunk.decoder.layers:
+                if isinstance(layer, Layer):
+                    shard_layer(layer, world.mesh["tp"])
+        if world.layout.ddp < world.layout.processes:
+            shard(chunk, world)
+        chunk.to_empty(device=world.device)
+        for module in chunk.modules():
+            if hasattr(module, "reset_buffers"):
+                module.reset_buffers()
+        return chunk
+
+    def accumulate(self, batch: Tensor, z_loss: float) -> Tensor:
+        """Add the gradient of the mean loss of the whole batch; returns the sum of its token losses (float64).
+
+        `batch`: this share's sequences, [R, T + 1] int64, the same on all processes of the share.
+        """
+        self._nll.zero_()
+        self._z_loss = z_loss
+        inputs, targets = self._share(batch[:, :-1]), self._share(batch[:, 1:])
+        count = batch.shape[0] * (batch.shape[1] - 1) * self.world.layout.shares
+        for chunk in self._chunks:
+            chunk.finish = self._train
+        if self.pipeline is not None:
+            self._targets = list(targets.split(self.microbatch))
+            self.pipeline.step(inputs, targets, count)
+        else:
+            self._accumulate_alone(list(inputs.split(self.microbatch)), list(targets.split(self.microbatch)), count)
+        self._shared.add_up()
+        self._sum_of_all(self._nll)
+        return self._nll.clone()
+
+    def _accumulate_alone(self, inputs: list[Tensor], targets: list[Tensor], count: int) -> None:
+        copies = isinstance(self._copies, DistributedDataParallel)
+        for number, (some, wanted) in enumerate(zip(inputs, targets, strict=True)):
+            last = number == len(inputs) - 1
+            synchronise(self._chunks[0], last)
+            self._targets = [wanted]
+            quiet: AbstractContextManager[Any] = self._copies.no_sync() if copies and not last else nullcontext()  # type: ignore[operator,unused-ignore]
+            with quiet:
+                objective = self._copies(some)
+                # DDP averages over the copies, and the loss is a sum over all of them
+                torch.autograd.backward(objective * (self.world.layout.ddp / count) if copies else objective / count)
+
+    def _train(self, decoder: Decoder, hidden: Tensor, microbatch: int) -> Tensor:
+        targets = self._targets[microbatch]
+        sums = cross_entropy_sums(hidden.flatten(0, -2), decoder.head_weight, targets.flatten(), self._z_loss)
+        self._nll += sums.nll
+        return sums.objective
+
+    def _share(self, tokens: Tensor) -> Tensor:
+        """What this process has of the tokens of its sequences."""
+        place, parts = self.world.place("tp"), self.world.layout.tp
+        return tokens.chunk(parts, dim=1)[place].contiguous()
+
+    def _sum_of_all(self, value: Tensor) -> None:
+        """Over everything that sees other tokens; in a pipeline, the last stage alone has anything to add."""
+        distributed.all_reduce(value)
+
+    def gradient_norm(self) -> float:
+        """Of all gradients of the model."""
+        own = [parameter.grad for parameter in self._shared.first if parameter.grad is not None]
+        squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for group in by_mesh(own):
+            squares += whole(get_total_norm(group)).double().square()
+        if self.world.layout.pp > 1:
+            distributed.all_reduce(squares, group=self.world.group("pp"))
+        return math.sqrt(squares.item())
+
+    def clip(self, limit: float, norm: float) -> None:
+        """Scale the gradients to a norm of `limit`, as torch's clipping does."""
+        for group in by_mesh([parameter for _, parameter in self.named]):
+            clip_grads_with_norm_(group, limit, torch.tensor(norm, device=self.world.device))
+
+    def agreed(self, wish: bool) -> bool:
+        """Whether any process wishes it."""
+        flag = torch.tensor(float(wish), device=self.world.device)
+        distributed.all_reduce(flag, op=distributed.ReduceOp.MAX)
+        return bool(flag.item())
+
+    @property
+    def evaluation_rows(self) -> int:
+        """Sequences that `token_nll` takes at most."""
+        return (self.rows if self.pipeline is not None else self.microbatch) * self.world.layout.shares
+
+    def token_nll(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """As `Decoder.token_nll`: nats of every target, [B, T]; every process gives and gets the same."""
+        return self._measure(tokens, targets, torch.zeros_like(targets, dtype=torch.bool))[0]
+
+    def token_nll_and_hits(self, tokens: Tensor, targets: Tensor, marked: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Decoder.token_nll_and_hits`."""
+        losses, hits = self._measure(tokens, targets, marked)
+        return losses, hits[marked]
+
+    @torch.no_grad()
+    def _measure(self, tokens: Tensor, targets: Tensor, marked: Tensor) -> tuple[Tensor, Tensor]:
+        layout = self.world.layout
+        sequences = len(tokens)
+        rows = self.rows if self.pipeline is not None else -(-sequences // layout.shares)
+        mine = self._rows(rows, sequences)
+        inputs, wanted, where = (self._share(given[mine]) for given in (tokens, targets, marked))
+        self._measured = []
+        for chunk in self._chunks:
+            chunk.finish = self._evaluate
+        if self.pipeline is not None:
+            self._targets, self._marked = list(wanted.split(self.microbatch)), list(where.split(self.microbatch))
+            self.pipeline.evaluate(inputs, wanted)
+        else:
+            self._targets, self._marked = [wanted], [where]
+            self._chunks[0](inputs)
+        for chunk in self._chunks:
+            if isinstance(chunk, FSDPModule):
+                chunk.reshard()
+        return self._gathered(wanted, sequences)
+
+    def _evaluate(self, decoder: Decoder, hidden: Tensor, microbatch: int) -> Tensor:
+        targets, marked = self._targets[microbatch], self._marked[microbatch]
+        flat = hidden.flatten(0, -2)
+        losses = token_nll(flat, decoder.head_weight, targets.flatten()).view(targets.shape)
+        hits = torch.zeros_like(marked)
+        if marked.any():
+            hits[marked] = likeliest(flat[marked.flatten()], decoder.head_weight) == targets[marked]
+        self._measured.append((losses, hits))
+        return losses
+
+    def _rows(self, rows: int, sequences: int) -> Tensor:
+        """Which sequences this share measures: its own, and the last one again where there are too few."""
+        first = self.world.share * rows
+        return torch.arange(first, first + rows).clamp(max=sequences - 1)
+
+    def _gathered(self, like: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
+        """Losses and hits [B, T] of all shares, from what the last stages have measured of theirs."""
+        world, layout = self.world, self.world.layout
+        exact = torch.float64 if any(parameter.dtype == torch.float64 for _, parameter in self.named) else torch.float32
+        found = torch.zeros(2, *like.shape, dtype=exact, device=world.device)
+        if self._measured:
+            for row, kind in enumerate(zip(*self._measured, strict=True)):
+                found[row] = torch.cat(kind).to(exact)
+        everyone = [torch.empty_like(found) for _ in range(layout.processes)]
+        distributed.all_gather(everyone, found)
+        # the last stage's, by share and place in the sequence
+        last = world.mesh.mesh.reshape(layout.pp, layout.shares, layout.tp)[-1].tolist()
+        parts = [torch.cat([everyone[rank] for rank in share], dim=2) for share in last]
+        losses, hits = torch.cat(parts, dim=1)[:, :sequences]
+        return losses, hits.bool()
+
+    def train(self, mode: bool = True) -> Network:
+        for chunk in self._chunks:
+            chunk.train(mode)
+        return self
+
+    def eval(self) -> Network:
+        return self.train(False)
+
+    @property
+    def training(self) -> bool:
+        return self._chunks[0].training

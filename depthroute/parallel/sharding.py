@@ -1,0 +1,77 @@
+"""Data parallelism of a chunk: copies (ddp) and shards (fsdp), over torch's fully_shard.
+
+Gradients are summed over all processes that see other tokens, never averaged: a token's loss is divided once, by the count of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from depthroute.model.layers import Layer
+from depthroute.parallel.chunk import Chunk
+from depthroute.parallel.world import World
+
+
+def shard(chunk: Chunk, world: World) -> None:
+    """Let the processes of a world hold copies and shards of a chunk. Its parameters may be on the meta device.
+
+    Sub-layers are gathered one by one. The norms before them and what the residual method has are used outside of them, and belong to
+    the chunk as a whole with the embedding and the head.
+    """
+    layout = world.layout
+    if layout.shares * layout.tp == 1:
+        return
+    sub_layers = [part for layer in chunk.decoder.layers if isinstance(layer, Layer) for part in (layer.attention, layer.mlp)]
+    mesh = _copies_and_shards(world.mesh, "ddp", "fsdp")
+    groups: list[FSDPModule] = []
+    if mesh is not None:
+        for part in sub_layers:
+            groups.append(fully_shard(part, mesh=mesh))
+    elsewhere = {parameter for part in sub_layers for parameter in part.parameters()} if mesh is None else None
+    tokens = _copies_and_shards(world.tokens, "copies", "shards")
+    groups.append(fully_shard(chunk, mesh=tokens, ignored_params=elsewhere))
+    for group in groups:
+        group.set_gradient_divide_factor(1.0)
+        group.set_force_sum_reduction_for_comms(True)
+
+
+def _copies_and_shards(mesh: DeviceMesh, copies: str, shards: str) -> DeviceMesh | None:
+    """The mesh that fully_shard takes: of shards, or of copies and shards; None where both are 1."""
+    if mesh[copies].size() == 1:
+        return None if mesh[shards].size() == 1 else mesh[shards]
+    return mesh[copies, shards]
+
+
+def synchronise(chunk: nn.Module, wanted: bool) -> None:
+    """Whether the next backward pass sums gradients over processes, or leaves that to a later one."""
+    if isinstance(chunk, FSDPModule):
+        chunk.set_requires_gradient_sync(wanted)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be in shards; every process of its mesh calls this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def put(values: Tensor, into: Tensor) -> None:
+    """Copy a whole tensor into one that may be in shards; every process has the same values, and none is sent."""
+    if not isinstance(into, DTensor):
+        into.copy_(values)
+        return
+    spread = distribute_tensor(values.to(into.device), into.device_mesh, into.placements, src_data_rank=None)
+    into.to_local().copy_(spread.to_local())
+
+
+def by_mesh(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors in groups of one mesh, those that are in no shards first: operations on many take one mesh at a time."""
+    groups: dict[DeviceMesh | None, list[Tensor]] = {None: []}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return (group for group in groups.values() if group)

@@ -1,0 +1,70 @@
+"""Parameters that several chunks use, a tied embedding above all: their gradients are added up over the stages that have one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
+
+from depthroute.model import Decoder
+from depthroute.parallel.cut import Cut
+from depthroute.parallel.world import World
+
+
+class SharedParameters:
+    """Each chunk that uses such a parameter has its own, all with the same values: they get the same gradient and take the same steps.
+
+    `first`: the parameters of this process without those that an earlier chunk has too, so that over all processes each comes once.
+    """
+
+    def __init__(self, cut: Cut, world: World, decoders: Sequence[tuple[int, Decoder]]) -> None:
+        users, stages = cut.shared(), world.layout.pp
+        self.first: list[nn.Parameter] = []
+        own: dict[str, list[nn.Parameter]] = {name: [] for name in users}
+        for number, decoder in decoders:
+            for name, parameter in decoder.named_parameters():
+                if name in users:
+                    own[name].append(parameter)
+                if name not in users or users[name][0] == number:
+                    self.first.append(parameter)
+        self._own = {name: parameters for name, parameters in own.items() if parameters}
+        self._groups: dict[str, distributed.ProcessGroup] = {}
+        lines = world.mesh.mesh.reshape(stages, -1).T.tolist()
+        made: dict[tuple[int, ...], distributed.ProcessGroup | None] = {}
+        for name, chunks in users.items():  # in the same order on every process: a group is made by all of them together
+            holders = tuple(sorted({chunk % stages for chunk in chunks}))
+            if holders not in made:
+                made[holders] = _group([[line[stage] for stage in holders] for line in lines]) if len(holders) > 1 else None
+            group = made[holders]
+            if group is not None and name in self._own:
+                self._groups[name] = group
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """Give every copy of a shared parameter the sum of the gradients of all."""
+        for name, parameters in self._own.items():
+            total = sum(_local_gradient(parameter) for parameter in parameters)
+            assert isinstance(total, Tensor)
+            if name in self._groups:
+                distributed.all_reduce(total, group=self._groups[name])
+            for parameter in parameters:
+                _local_gradient(parameter).copy_(total)
+
+
+def _group(lines: Sequence[Sequence[int]]) -> distributed.ProcessGroup | None:
+    """The group of this process among several of which no two have one in common."""
+    mine = None
+    for ranks in lines:
+        group = distributed.new_group(list(ranks))
+        if distributed.get_rank() in ranks:
+            mine = group
+    return mine
+
+
+def _local_gradient(parameter: nn.Parameter) -> Tensor:
+    """What is here of a gradient, as it is stored; zeros at first where there is none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad

@@ -1,0 +1,118 @@
+"""The processes of a run and the groups that they form: what torchrun started, joined into meshes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from depthroute.common.errors import FailureError, RequestError
+from depthroute.parallel.layout import AXES, Layout
+
+PATIENCE = timedelta(minutes=10)  # with a process that is alive and says nothing; one that ended is noticed at once
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those of a run.
+
+    `mesh`: all of them, by the axes of the layout. `tokens`: the same processes as copies and shares of all that works on tokens alone:
+    outside attention and MLPs a tensor axis is one more way to share the batch.
+    """
+
+    layout: Layout
+    device: torch.device
+    mesh: DeviceMesh
+    tokens: DeviceMesh
+
+    @property
+    def rank(self) -> int:
+        return distributed.get_rank()
+
+    def place(self, axis: str) -> int:
+        """Of this process along an axis, from 0."""
+        return self.mesh.get_local_rank(axis)
+
+    def group(self, axis: str) -> distributed.ProcessGroup:
+        """The processes that differ from this one in `axis` alone."""
+        return self.mesh.get_group(axis)
+
+    @property
+    def share(self) -> int:
+        """Which share of the batch is this process's, of `layout.shares`."""
+        return self.place("ddp") * self.layout.fsdp + self.place("fsdp")
+
+
+def started() -> int | None:
+    """How many processes torchrun has started, if it has started this one."""
+    size = os.environ.get("WORLD_SIZE")
+    return int(size) if size is not None and "RANK" in os.environ else None
+
+
+@contextmanager
+def joined(layout: Layout, device: str) -> Iterator[World]:
+    """This process in the groups of a layout, while the context lasts.
+
+    Args:
+        layout: its open axis takes what the others leave.
+        device: "cpu" (gloo) or "cuda" (NCCL, the GPU of the process's local rank).
+
+    Raises:
+        RequestError: torchrun did not start this process, or another number of them than the layout has.
+        FailureError: another process of the run ended or cannot be reached.
+    """
+    size = started()
+    if size is None:
+        raise RequestError(
+            f"--parallel {layout.describe()} needs several processes: torchrun --nproc-per-node N -m depthroute train ... --parallel ..."
+        )
+    layout = layout.fitted(size)
+    place = torch.device(device)
+    if device == "cuda":
+        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(place)
+    with lost_processes_named():
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=PATIENCE)
+        try:
+            yield meshes(layout, place)
+        finally:
+            distributed.destroy_process_group()
+
+
+def meshes(layout: Layout, device: torch.device) -> World:
+    """The groups of a layout, in a process group that is there."""
+    mesh = init_device_mesh(device.type, tuple(getattr(layout, axis) for axis in AXES), mesh_dim_names=tuple(AXES))
+    sizes = (layout.pp, layout.ddp, layout.fsdp * layout.tp)
+    tokens = init_device_mesh(device.type, sizes, mesh_dim_names=("stages", "copies", "shards"))
+    return World(layout, device, mesh, tokens)
+
+
+@contextmanager
+def lost_processes_named() -> Iterator[None]:
+    """Turn what a process sees when another one is gone into one sentence."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _of_communication(error):
+            raise
+        raise FailureError(
+            f"another process of this run has ended or cannot be reached ({str(error).strip().splitlines()[0][:200]}). The last checkpoint is "
+            "whole; run the same command again to continue from it."
+        ) from error
+
+
+def _of_communication(error: BaseException) -> bool:
+    """Whether an error, or what it comes from, is one of the transport between processes."""
+    words = ("gloo", "NCCL", "Connection reset", "Connection closed", "Connection refused", "Broken pipe", "TCPStore", "Timed out waiting")
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, distributed.DistError) or any(word in str(found) for word in words):
+            return True
+        found = found.__cause__ or found.__context__
+    return False
