@@ -26,22 +26,22 @@ def train_once(arm: str, steps: int, sequences: int) -> None:
     from depthroute.recipes import recipe, run_of
     from depthroute.train import initialise, resolve
     from depthroute.train.devices import keep_freed_memory, peak_memory_bytes
-    from depthroute.train.loop import accumulate_gradients
-    from depthroute.train.optimiser import adamw
+    from depthroute.train.on_one import accumulate_gradients
+    from depthroute.train.optimiser import build_optimiser
 
     config = resolve(run_of(recipe("rd-s"), Path(), residual=arm, settings={"train.precision": "bf16"}))
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, sequences=sequences, microbatch=sequences))
     keep_freed_memory()
     model = Decoder(config.model)
     initialise(model, 0)
-    optimiser = adamw(model, config.train)
+    optimiser = build_optimiser(model, config.train)
     random = np.random.default_rng(0)
     for _ in range(steps):
         batch = torch.from_numpy(random.integers(0, config.model.vocabulary, (sequences, config.model.context + 1)))
         accumulate_gradients(model, batch, config)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
+        optimiser.zero_grad()
     print(json.dumps({"bytes": peak_memory_bytes("cpu")}))
 
 

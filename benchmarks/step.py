@@ -18,8 +18,8 @@ from depthroute.model import Decoder
 from depthroute.recipes import recipe, run_of
 from depthroute.train import initialise, resolve
 from depthroute.train.devices import keep_freed_memory
-from depthroute.train.loop import accumulate_gradients
-from depthroute.train.optimiser import adamw
+from depthroute.train.on_one import accumulate_gradients
+from depthroute.train.optimiser import build_optimiser
 
 ARMS = {"prenorm": "PreNorm", "block": "Block AttnRes", "rd": "RD-AttnRes", "full": "Full AttnRes"}
 
@@ -59,7 +59,7 @@ def step_of(recipe_name: str, arm: str, settings: dict[str, str]) -> Callable[[]
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, threads=torch.get_num_threads()))
     model = Decoder(config.model)
     initialise(model, 0)
-    optimiser = adamw(model, config.train)
+    optimiser = build_optimiser(model, config.train)
     generator = torch.Generator().manual_seed(0)
 
     def run() -> None:
@@ -68,7 +68,7 @@ def step_of(recipe_name: str, arm: str, settings: dict[str, str]) -> Callable[[]
         accumulate_gradients(model, batch, config)
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.gradient_clip or 1.0)
         optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
+        optimiser.zero_grad()
 
     return run
 

@@ -27,6 +27,7 @@ COMMANDS = {
     "boundaries": "block boundaries from a pilot run",
     "geometry": "what the route queries of any checkpoint span",
     "convert": "a trained run with low-rank keys, exactly",
+    "gather": "sharded checkpoints of a parallel run as whole files",
     "cost": "what a shape costs: parameters, arithmetic, memory, traffic, time",
     "info": "parameters, shape and routing of a recipe, a run or prepared data",
     "methods": "the residual methods, and whether each does what it says",

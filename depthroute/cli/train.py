@@ -29,6 +29,9 @@ class Options:
     """NAME[:BLOCK][,FIELD=VALUE...]: prenorm, full, block:8, rd:8, low-rank:8,rank=64, ... Default: that of the run or recipe."""
     set: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD=VALUE"), tyro.conf.UseAppendAction] = ()
     """Change a field, such as train.steps=100, model.width=64 or train.seed=7."""
+    parallel: str | None = None
+    """How the processes that torchrun started share the run: `ddp`, `fsdp`, `pp:2`, `tp:2`, and products such as
+    `pp:2,virtual=2,fsdp:4`; docs/parallel.md. It may change when the run goes on."""
     log: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SINK"), tyro.conf.UseAppendAction] = ()
     """Also send the numbers to `tensorboard`, `trackio` or `wandb`, each an optional package; docs/watching.md."""
 
@@ -37,6 +40,8 @@ def main(arguments: Sequence[str]) -> None:
     options = read(Options, "train", arguments)
     from depthroute.common.config import override
     from depthroute.common.errors import RequestError
+    from depthroute.parallel.layout import parse_layout
+    from depthroute.parallel.world import first
     from depthroute.recipes import recipe
     from depthroute.train import recorded_config, train
 
@@ -47,5 +52,7 @@ def main(arguments: Sequence[str]) -> None:
         config = run_from(recipe(options.recipe or "small"), options.residual, options.data, options.set)
     else:
         raise RequestError("a new run needs --data, token shards made by `depthroute data`; without it OUT must hold a run.")
-    result = train(config, options.out, sinks=options.log)
-    print(f"{options.out}: {result['nll']:.4f} nats per token after {result['tokens']:,} tokens")
+    layout = None if options.parallel is None else parse_layout(options.parallel)
+    result = train(config, options.out, sinks=options.log, layout=layout)
+    if first():
+        print(f"{options.out}: {result['nll']:.4f} nats per token after {result['tokens']:,} tokens")

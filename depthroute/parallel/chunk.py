@@ -1,7 +1,7 @@
 """A run of layers of a decoder as a module of its own, and the memory that a process keeps for its later chunks.
 
-A source that was sent to a process, or made there, is kept once a micro-batch. A later chunk of that process starts from it as a leaf of its
-own graph, where the gradients of all these chunks add up. When the backward pass comes to the chunk where the source came in, the sum
+A source that was sent to a process, or made there, is kept once a micro-batch. A later chunk of that process starts from it as a leaf of
+its own graph, where the gradients of all these chunks add up. When the backward pass comes to the chunk where the source came in, the sum
 is added to what that chunk has for it, and goes back once. So no graph reaches over a cut, and none is passed through twice.
 
 Shapes: B sequences of a micro-batch, T tokens that a process has of each, D width.
@@ -9,7 +9,7 @@ Shapes: B sequences of a micro-batch, T tokens that a process has of each, D wid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -152,13 +152,3 @@ def chunk_decoder(config: ModelConfig, cut: Cut, number: int, dtype: torch.dtype
             decoder.get_submodule(path).register_parameter(local, None)
     decoder.residual.reads = range(2 * own.start, 2 * own.stop + (number == cut.chunks - 1))
     return decoder
-
-
-def named_parameters(chunks: Sequence[Chunk]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters by their names in the whole model, those that several chunks have once."""
-    seen = set()
-    for chunk in chunks:
-        for name, parameter in chunk.decoder.named_parameters():
-            if name not in seen:
-                seen.add(name)
-                yield name, parameter

@@ -63,7 +63,8 @@ class Memories(NamedTuple):
 class Cut:
     """A decoder in chunks. Chunk c of C is run by process c mod P of a pipeline.
 
-    `tokens`: [B, T] of a micro-batch. `memories`: at the C - 1 cuts. `parameters`: the names of those that each chunk uses; a parameter that none uses is the first chunk's.
+    `tokens`: [B, T] of a micro-batch. `memories`: at the C - 1 cuts. `parameters`: the names of those that each chunk uses; a parameter
+    that none uses is the first chunk's.
     """
 
     tokens: tuple[int, int]
@@ -165,8 +166,9 @@ def cut(
             memory = memories[-1].built(arrived)
     users[0] |= set(names.values()).difference(*users)
     return Cut(
-        tokens=(rows, tokens), layers=tuple(layers), sources=tuple(sources), memories=tuple(memories), parameters=tuple(map(frozenset, users))
-    )
+        tokens=(rows, tokens), layers=tuple(layers), sources=tuple(sources), memories=tuple(memories),
+        parameters=tuple(map(frozenset, users)),
+    )  # fmt: skip
 
 
 def passages(cut: Cut, stages: int, keeps: Keeps) -> Passages:

@@ -117,7 +117,9 @@ class Layout:
         rows = self.rows(sequences)
         if self.microbatch is not None:
             if rows % self.microbatch:
-                raise RequestError(f"--parallel microbatch={self.microbatch} does not divide the {rows} sequences that a pipeline has of a batch.")
+                raise RequestError(
+                    f"--parallel microbatch={self.microbatch} does not divide the {rows} sequences that a pipeline has of a batch."
+                )
             count = rows // self.microbatch
             if not self._takes(count):
                 raise RequestError(
@@ -128,8 +130,8 @@ class Layout:
         counts = [count for count in range(1, rows + 1) if rows % count == 0 and rows // count <= largest and self._takes(count)]
         if not counts:
             raise RequestError(
-                f"train.sequences = {sequences} cannot be cut into micro-batches for {self.pp} stages: a pipeline has {rows} of them, and the "
-                f"schedule {self.order} takes {self._numbers}; change the batch or the layout."
+                f"train.sequences = {sequences} cannot be cut into micro-batches for {self.pp} stages: a pipeline has {rows} of them, and "
+                f"the schedule {self.order} takes {self._numbers}; change the batch or the layout."
             )
         return next((count for count in counts if count >= 4 * self.pp), counts[-1])
 

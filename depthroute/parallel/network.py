@@ -8,9 +8,8 @@ Shapes: R sequences of the batch that this process's share has, T tokens of cont
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, distributed, nn
@@ -18,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from depthroute.common.errors import RequestError
 from depthroute.model import Decoder, ModelConfig
 from depthroute.model.layers import Layer
 from depthroute.model.loss import cross_entropy_sums, likeliest, token_nll
@@ -35,7 +35,7 @@ class Network:
 
     Attributes:
         parts: The decoders of this process's chunks, with the parameters that are here, under their names in the whole model.
-        named: Those parameters by name, in shards where they are sharded; a name that several chunks have comes once a chunk.
+        named: Those parameters by name, in shards where they are sharded.
     """
 
     def __init__(
@@ -77,16 +77,21 @@ class Network:
             fill(chunk.decoder)
         self.parts = [chunk.decoder for chunk in self._chunks]
         self.named = [(name, parameter) for part in self.parts for name, parameter in part.named_parameters()]
+        for name in (held := [name for name, _ in self.named]):
+            if held.count(name) > 1:
+                raise RequestError(
+                    f"the parameter {name} is used in several stages of one process, with --parallel {layout.describe()} and the residual "
+                    f"method {config.residual.describe()}; leave virtual out."
+                )
         self._shared = SharedParameters(plan, world, [(chunk.number, chunk.decoder) for chunk in self._chunks])
-        self._targets: list[Tensor] = []
-        self._marked: list[Tensor] = []
+        self._targets: Sequence[Tensor] = ()
+        self._marked: Sequence[Tensor] = ()
         self._measured: list[tuple[Tensor, Tensor]] = []
         self._nll = torch.zeros((), dtype=torch.float64, device=world.device)
         self._z_loss = 0.0
         self.pipeline = Pipeline(self._chunks, plan, travels, world, kept, microbatches) if microbatches else None
-        self._copies: nn.Module = self._chunks[0]
-        if layout.ddp == layout.processes > 1:
-            self._copies = DistributedDataParallel(self._chunks[0], gradient_as_bucket_view=True)
+        copies = layout.ddp == layout.processes > 1
+        self._copies = DistributedDataParallel(self._chunks[0], gradient_as_bucket_view=True) if copies else None
 
     def _sharded(self, chunk: Chunk) -> Chunk:
         """A chunk without memory in the form that this process holds it in, with memory and without values."""
@@ -99,8 +104,9 @@ class Network:
             shard(chunk, world)
         chunk.to_empty(device=world.device)
         for module in chunk.modules():
-            if hasattr(module, "reset_buffers"):
-                module.reset_buffers()
+            reset = getattr(module, "reset_buffers", None)
+            if reset is not None:
+                reset()
         return chunk
 
     def accumulate(self, batch: Tensor, z_loss: float) -> Tensor:
@@ -115,25 +121,26 @@ class Network:
         for chunk in self._chunks:
             chunk.finish = self._train
         if self.pipeline is not None:
-            self._targets = list(targets.split(self.microbatch))
+            self._targets = torch.split(targets, self.microbatch)
             self.pipeline.step(inputs, targets, count)
         else:
-            self._accumulate_alone(list(inputs.split(self.microbatch)), list(targets.split(self.microbatch)), count)
+            self._accumulate_alone(torch.split(inputs, self.microbatch), torch.split(targets, self.microbatch), count)
         self._shared.add_up()
         self._sum_of_all(self._nll)
         return self._nll.clone()
 
-    def _accumulate_alone(self, inputs: list[Tensor], targets: list[Tensor], count: int) -> None:
-        copies = isinstance(self._copies, DistributedDataParallel)
+    def _accumulate_alone(self, inputs: Sequence[Tensor], targets: Sequence[Tensor], count: int) -> None:
+        chunk, copies = self._chunks[0], self._copies
         for number, (some, wanted) in enumerate(zip(inputs, targets, strict=True)):
             last = number == len(inputs) - 1
-            synchronise(self._chunks[0], last)
             self._targets = [wanted]
-            quiet: AbstractContextManager[Any] = self._copies.no_sync() if copies and not last else nullcontext()  # type: ignore[operator,unused-ignore]
-            with quiet:
-                objective = self._copies(some)
+            if copies is None:
+                synchronise(chunk, last)
+                torch.autograd.backward(chunk(some) / count)
+                continue
+            with nullcontext() if last else copies.no_sync():
                 # DDP averages over the copies, and the loss is a sum over all of them
-                torch.autograd.backward(objective * (self.world.layout.ddp / count) if copies else objective / count)
+                torch.autograd.backward(copies(some) * (self.world.layout.ddp / count))
 
     def _train(self, decoder: Decoder, hidden: Tensor, microbatch: int) -> Tensor:
         targets = self._targets[microbatch]
@@ -196,7 +203,7 @@ class Network:
         for chunk in self._chunks:
             chunk.finish = self._evaluate
         if self.pipeline is not None:
-            self._targets, self._marked = list(wanted.split(self.microbatch)), list(where.split(self.microbatch))
+            self._targets, self._marked = torch.split(wanted, self.microbatch), torch.split(where, self.microbatch)
             self.pipeline.evaluate(inputs, wanted)
         else:
             self._targets, self._marked = [wanted], [where]
@@ -241,9 +248,6 @@ class Network:
         for chunk in self._chunks:
             chunk.train(mode)
         return self
-
-    def eval(self) -> Network:
-        return self.train(False)
 
     @property
     def training(self) -> bool:

@@ -28,7 +28,8 @@ class Pipeline:
         tokens = torch.empty(cut.tokens, dtype=torch.long, device="meta")
         self._stages = [
             ChunkStage(
-                chunk, cut, passages, tokens, stages=world.layout.pp, device=world.device, group=world.group("pp"), kept=kept, wire=self.wire
+                chunk, cut, passages, tokens, stages=world.layout.pp, device=world.device, group=world.group("pp"), kept=kept,
+                wire=self.wire,
             )
             for chunk in chunks
         ]  # fmt: skip

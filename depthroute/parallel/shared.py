@@ -22,14 +22,13 @@ class SharedParameters:
     def __init__(self, cut: Cut, world: World, decoders: Sequence[tuple[int, Decoder]]) -> None:
         users, stages = cut.shared(), world.layout.pp
         self.first: list[nn.Parameter] = []
-        own: dict[str, list[nn.Parameter]] = {name: [] for name in users}
+        self._own: dict[str, nn.Parameter] = {}
         for number, decoder in decoders:
             for name, parameter in decoder.named_parameters():
                 if name in users:
-                    own[name].append(parameter)
+                    self._own[name] = parameter
                 if name not in users or users[name][0] == number:
                     self.first.append(parameter)
-        self._own = {name: parameters for name, parameters in own.items() if parameters}
         self._groups: dict[str, distributed.ProcessGroup] = {}
         lines = world.mesh.mesh.reshape(stages, -1).T.tolist()
         made: dict[tuple[int, ...], distributed.ProcessGroup | None] = {}
@@ -44,13 +43,8 @@ class SharedParameters:
     @torch.no_grad()
     def add_up(self) -> None:
         """Give every copy of a shared parameter the sum of the gradients of all."""
-        for name, parameters in self._own.items():
-            total = sum(_local_gradient(parameter) for parameter in parameters)
-            assert isinstance(total, Tensor)
-            if name in self._groups:
-                distributed.all_reduce(total, group=self._groups[name])
-            for parameter in parameters:
-                _local_gradient(parameter).copy_(total)
+        for name, group in self._groups.items():
+            distributed.all_reduce(_local_gradient(self._own[name]), group=group)
 
 
 def _group(lines: Sequence[Sequence[int]]) -> distributed.ProcessGroup | None:

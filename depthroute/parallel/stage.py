@@ -1,4 +1,4 @@
-"""A chunk as a stage of torch.distributed.pipelining: it names the micro-batch, counts the bytes, and holds no buffer longer than needed."""
+"""A chunk as a stage of torch.distributed.pipelining, which names the micro-batch, counts bytes, and holds no buffer longer than needed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class ChunkStage(PipelineStage):
     """
 
     def __init__(
-        self, chunk: Chunk, cut: Cut, passages: Passages, tokens: Tensor, *, stages: int, device: torch.device, group: Any, kept: Kept, wire: Wire
+        self, chunk: Chunk, cut: Cut, passages: Passages, tokens: Tensor, *, stages: int, device: torch.device,
+        group: distributed.ProcessGroup, kept: Kept, wire: Wire,
     ) -> None:  # fmt: skip
         """`tokens`: like a micro-batch's, on the meta device. `stages`: processes of the pipeline."""
         number, last = chunk.number, cut.chunks - 1

@@ -82,24 +82,34 @@ def _share(sublayer: nn.Module, mesh: DeviceMesh, columns: dict[str, ColwisePara
 
     def scatter(module: nn.Module, arguments: tuple[Any, ...], found: SubLayerOutput) -> SubLayerOutput:
         assert isinstance(found.output, DTensor)
-        return found._replace(output=found.output.redistribute(placements=[Shard(TOKENS)]).to_local())
+        own = found.output.redistribute(placements=[Shard(TOKENS)]).to_local()
+        return found._replace(output=own.clone())  # it is a view, of which FSDP2 warns: a write into one would escape its hooks
 
     sublayer.register_forward_pre_hook(gather)
     sublayer.register_forward_hook(scatter)
 
 
 def _gathered(inputs: Inputs, mesh: DeviceMesh) -> Inputs:
-    """[B, T, D] from every process's [B, T/P, D]. Roles that hold the same object still do: it is gathered once, and its gradient is
-    scattered once."""
+    """[B, T, D] from every process's [B, T/P, D]. Roles that share a read still do: it is gathered once, and its gradient is scattered
+    once."""
 
     def whole(x: Tensor) -> Tensor:
         return DTensor.from_local(x, mesh, [Shard(TOKENS)], run_check=False).redistribute(placements=[Replicate()])
 
     if isinstance(inputs, Tensor):
         return whole(inputs)
-    distinct = {id(role): role for role in inputs}
-    wholes = {key: whole(role) for key, role in distinct.items()}
-    return RoleInputs(*(wholes[id(role)] for role in inputs))
+    query = whole(inputs.query)
+    key = query if _one_read(inputs.key, inputs.query) else whole(inputs.key)
+    if _one_read(inputs.value, inputs.query):
+        return RoleInputs(query, key, query)
+    return RoleInputs(query, key, key if _one_read(inputs.value, inputs.key) else whole(inputs.value))
+
+
+def _one_read(one: Tensor, other: Tensor) -> bool:
+    """Whether both are the same object, or were until FSDP2 handed it on as one per role: the same memory, from one autograd node."""
+    if one is other or torch.compiler.is_compiling():
+        return one is other
+    return one.grad_fn is not None and one.grad_fn is other.grad_fn and one.data_ptr() == other.data_ptr()
 
 
 class HeadNorm(RMSNorm):

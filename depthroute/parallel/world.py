@@ -55,6 +55,11 @@ def started() -> int | None:
     return int(size) if size is not None and "RANK" in os.environ else None
 
 
+def first() -> bool:
+    """Whether this process is the first of its run, which alone writes and prints."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
 def joined(layout: Layout, device: str) -> Iterator[World]:
     """This process in the groups of a layout, while the context lasts.
@@ -102,8 +107,8 @@ def lost_processes_named() -> Iterator[None]:
         if not _of_communication(error):
             raise
         raise FailureError(
-            f"another process of this run has ended or cannot be reached ({str(error).strip().splitlines()[0][:200]}). The last checkpoint is "
-            "whole; run the same command again to continue from it."
+            f"another process of this run has ended or cannot be reached ({str(error).strip().splitlines()[0][:200]}). The last checkpoint "
+            "is whole; run the same command again to continue from it."
         ) from error
 
 

@@ -150,9 +150,11 @@ def _optimiser(base: Mapping[str, Any]) -> str:
         share = train.get("decay_fraction")
         over = "" if share is None else f" over the last {100 * share:.3g}{NO_BREAK}% of the steps"
         fall = f"constant rate, then linear decay{over},"
+    muon = train.get("optimiser") == "muon"
     forms = {
         "learning_rate": "peak learning rate {}",
         "route_rate": "routes at {} times the rate",
+        **({"matrix_rate": "matrices of the layers at {} times the rate", "momentum": "momentum {}"} if muon else {}),
         "betas": "betas {}",
         "weight_decay": "weight decay {}",
         "gradient_clip": "gradients clipped at norm {}",
@@ -163,12 +165,13 @@ def _optimiser(base: Mapping[str, Any]) -> str:
     words = []
     for key, form in forms.items():
         value = train.get(key)
-        if value is not None and (key, value) != ("route_rate", 1.0):
+        if value is not None and (key, value) not in (("route_rate", 1.0), ("matrix_rate", 1.0)):
             shown = (
                 f"{100 * value:.3g}" if key.endswith("_fraction") else " and ".join(map(_value, value)) if key == "betas" else _value(value)
             )
             words.append(form.format(shown))
-    return f"AdamW, {', '.join(words)}" if words else ""
+    name = "Muon for the matrices of the layers and AdamW for the rest" if muon else "AdamW"
+    return f"{name}, {', '.join(words)}" if words else ""
 
 
 def _machine(study: StoredStudy) -> str:

@@ -106,9 +106,12 @@ def _training(config: RunConfig, environment: dict[str, Any], data: dict[str, An
         yield "Data fingerprint", f"`{config.data_fingerprint}`"
     yield "Steps, tokens", f"{step:,} of {train.steps:,}, {step * config.tokens_per_step:,}"
     yield "Batch", f"{train.sequences:,} sequences of {config.model.context:,} tokens"
-    yield "Optimiser", f"AdamW, betas {train.betas[0]:g} and {train.betas[1]:g}, eps {train.eps:g}, weight decay {train.weight_decay:g}"
+    muon = f"Muon, momentum {train.momentum:g}, for the matrices of the layers; for the rest " if train.optimiser == "muon" else ""
+    adamw = f"AdamW, betas {train.betas[0]:g} and {train.betas[1]:g}, eps {train.eps:g}, weight decay {train.weight_decay:g}"
+    yield "Optimiser", muon + adamw
     rate = f"{train.learning_rate:g} at its peak, {train.schedule}, {train.steps_of_warmup:,} steps of warm-up"
-    yield "Learning rate", rate + (f"; times {train.route_rate:g} for the residual method" if train.route_rate != 1 else "")
+    rates = {"the residual method": train.route_rate, "the matrices of the layers": train.matrix_rate}
+    yield "Learning rate", rate + "".join(f"; times {factor:g} for {what}" for what, factor in rates.items() if factor != 1)
     yield "Precision, seed", f"{train.precision}, {train.seed}"
     machine = environment.get("gpu") or environment.get("processor")
     if machine:

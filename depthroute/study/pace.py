@@ -22,8 +22,8 @@ from depthroute.model import Decoder
 from depthroute.study.processes import python_path
 from depthroute.train import RunConfig, initialise
 from depthroute.train.devices import keep_freed_memory, peak_memory_bytes
-from depthroute.train.loop import accumulate_gradients
-from depthroute.train.optimiser import adamw
+from depthroute.train.on_one import accumulate_gradients
+from depthroute.train.optimiser import build_optimiser
 
 WARM_UP_STEPS = 2
 LEAST_STEPS = 2
@@ -94,7 +94,7 @@ def steps_in(config: RunConfig, seconds: float, begin: Any) -> dict[str, Any]:
     model = Decoder(config.model)
     initialise(model, 0)
     model.to(settings.device)
-    optimiser = adamw(model, settings)
+    optimiser = build_optimiser(model, settings)
     shape = (settings.sequences, config.model.context + 1)
     generator = torch.Generator().manual_seed(0)
 
@@ -103,7 +103,7 @@ def steps_in(config: RunConfig, seconds: float, begin: Any) -> dict[str, Any]:
         accumulate_gradients(model, batch, config).item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.gradient_clip or 1.0)
         optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
+        optimiser.zero_grad()
 
     for _ in range(WARM_UP_STEPS):
         step()

@@ -12,6 +12,7 @@ from depthroute.model import ModelConfig
 Precision = Literal["auto", "float32", "bf16"]
 Device = Literal["auto", "cpu", "cuda"]
 Schedule = Literal["cosine", "wsd"]
+OptimiserName = Literal["adamw", "muon"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,13 @@ class TrainConfig:
         learning_rate: The peak.
         route_rate: What the learning rate of the residual method's parameters is multiplied by, and with it their weight decay, which
             AdamW multiplies by the learning rate. Methods without parameters are the same at any value.
-        betas, eps, weight_decay: AdamW's. Decay applies to matrices only, never to route queries or gains.
+        optimiser: "adamw", or "muon": Muon for the matrices of the projections in the layers, and AdamW for everything else: embedding,
+            head, norms, biases, and all of the residual method.
+        matrix_rate: What the learning rate of Muon's matrices is multiplied by, and with it their weight decay. Muon's update is scaled to
+            the size of AdamW's, so 1 is the usual value. With "adamw" there are no such matrices, and it must be 1.
+        momentum: Muon's. With "adamw" it must be left as it is.
+        betas, eps: AdamW's.
+        weight_decay: Of AdamW and Muon. It applies to matrices only, never to route queries or gains.
         schedule: What the learning rate does after the warm-up (`depthroute.train.schedule` has the formulas). "cosine" falls from there to
             the end; "wsd" stays at the peak, and falls linearly over the last steps. Runs of "wsd" that differ only in `steps` and in how
             they end are the same until the first of them decays, if their warm-up is given in steps (`depthroute.train.branch`).
@@ -39,6 +46,8 @@ class TrainConfig:
             Parameters are float32.
         device: "auto" is CUDA where there is a GPU.
         seed: Initial values and batch order.
+        recompute: Keep of a layer only what comes in for the backward pass, and run it again there (activation checkpointing): less memory
+            for a third more arithmetic, and the same result.
         milestones: Steps after which the validation split is evaluated, ascending. The last step always is.
         evaluation_tokens: Validation tokens of one evaluation. None: all of them.
         checkpoint_every: Steps between checkpoints, of which only the newest stays. 0: only at the end and when interrupted.
@@ -50,6 +59,9 @@ class TrainConfig:
     sequences: int
     learning_rate: float
     route_rate: float = 1.0
+    optimiser: OptimiserName = "adamw"
+    matrix_rate: float = 1.0
+    momentum: float = 0.95
     microbatch: int | None = None
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -64,6 +76,7 @@ class TrainConfig:
     precision: Precision = "auto"
     device: Device = "auto"
     seed: int = 0
+    recompute: bool = False
     milestones: tuple[int, ...] = ()
     evaluation_tokens: int | None = None
     checkpoint_every: int = 500
@@ -85,6 +98,8 @@ class TrainConfig:
             )
         _number("learning_rate", self.learning_rate, self.learning_rate > 0, "above 0")
         _number("route_rate", self.route_rate, self.route_rate > 0, "above 0")
+        _number("matrix_rate", self.matrix_rate, self.matrix_rate > 0, "above 0")
+        _number("momentum", self.momentum, 0 <= self.momentum < 1, "at least 0 and below 1")
         _number("eps", self.eps, self.eps > 0, "above 0")
         _number("weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or above")
         _number("z_loss", self.z_loss, self.z_loss >= 0, "0 or above")
@@ -93,10 +108,11 @@ class TrainConfig:
             _number("gradient_clip", self.gradient_clip, self.gradient_clip > 0, "above 0, or none")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise RequestError(f"train.betas must be two numbers, each at least 0 and below 1, not {self.betas!r}.")
-        choices = {"precision": Precision, "device": Device, "schedule": Schedule}
+        choices = {"precision": Precision, "device": Device, "schedule": Schedule, "optimiser": OptimiserName}
         for field, literal in choices.items():
             if getattr(self, field) not in get_args(literal):
                 raise RequestError(f"train.{field}: {choose('value', str(getattr(self, field)), get_args(literal))}")
+        self._check_muon()
         self._check_schedule()
         self._check_steps("milestones", self.milestones, "evaluate at the end only")
         self._check_steps("keep_checkpoints", self.keep_checkpoints, "keep the newest only")
@@ -113,6 +129,14 @@ class TrainConfig:
     def steps_of_decay(self) -> int:
         """Steps in which the learning rate falls: with "cosine" all after the warm-up."""
         return self.steps - self.steps_of_warmup if self.decay_fraction is None else round(self.decay_fraction * self.steps)
+
+    def _check_muon(self) -> None:
+        for name, value, default in (("matrix_rate", self.matrix_rate, 1.0), ("momentum", self.momentum, 0.95)):
+            if self.optimiser != "muon" and value != default:
+                raise RequestError(
+                    f"train.{name} = {value!r} is of Muon's matrices, and train.optimiser = {self.optimiser!r} has none: leave it at "
+                    f"{default:g}, or set train.optimiser=muon."
+                )
 
     def _check_schedule(self) -> None:
         if (self.warmup_fraction is None) == (self.warmup_steps is None):

@@ -17,12 +17,12 @@ REFRESH_SECONDS = 0.25
 
 
 class Console:
-    """Progress of one run. `visible` false writes log.txt only.
+    """Progress of one run. `visible` false writes `log` only; None is no log.
 
     The live line is rich's and appears only where standard output is a terminal; rich honours NO_COLOR.
     """
 
-    def __init__(self, log: Path, *, label: str, steps: int, first_step: int, visible: bool) -> None:
+    def __init__(self, log: Path | None, *, label: str, steps: int, first_step: int, visible: bool) -> None:
         self._log = log
         self._steps = steps
         self._visible = visible
@@ -35,8 +35,7 @@ class Console:
 
     def line(self, text: str) -> None:
         """One line for the log and the screen."""
-        with explain_os_errors(self._log, "writing"), self._log.open("a", encoding="utf-8") as file:
-            file.write(text + "\n")
+        self._write(text)
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False)
         elif self._visible:
@@ -57,13 +56,17 @@ class Console:
             if self._live is None:
                 self.line(text)
             else:  # the live line already shows it
-                with explain_os_errors(self._log, "writing"), self._log.open("a", encoding="utf-8") as file:
-                    file.write(text + "\n")
+                self._write(text)
 
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    def _write(self, text: str) -> None:
+        if self._log is not None:
+            with explain_os_errors(self._log, "writing"), self._log.open("a", encoding="utf-8") as file:
+                file.write(text + "\n")
 
     def _status(self, step: int, loss: float, tokens: int) -> str:
         assert self._seconds_per_step is not None

@@ -8,15 +8,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from depthroute.common.errors import FailureError
 from depthroute.common.files import write_bytes
 from depthroute.data import Marker, evaluation_windows
-from depthroute.model import Decoder
+from depthroute.model import ModelConfig
 from depthroute.train.config import Device, Precision
 from depthroute.train.devices import autocast
 
@@ -56,8 +57,20 @@ class Evaluation:
     documents: DocumentLosses | None
 
 
+class Measured(Protocol):
+    """A decoder, or one on several processes."""
+
+    config: ModelConfig
+
+    @property
+    def training(self) -> bool: ...
+    def train(self, mode: bool = True) -> Any: ...
+    def token_nll(self, tokens: Tensor, targets: Tensor) -> Tensor: ...
+    def token_nll_and_hits(self, tokens: Tensor, targets: Tensor, marked: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
 def evaluate(
-    model: Decoder,
+    model: Measured,
     tokens: np.ndarray,
     *,
     context: int,
@@ -88,7 +101,7 @@ def evaluate(
     documents = None if boundaries is None else _Documents(boundaries)
     slices = _Slices(markers, model.config.vocabulary) if markers else None
     was_training = model.training
-    model.eval()
+    model.train(False)
     try:
         with torch.no_grad():
             for windows in evaluation_windows(tokens, context, limit_tokens, sequences=microbatch):
@@ -127,7 +140,7 @@ def _line(nll: float, count: int, seconds: float) -> dict[str, Any]:
     return {"nll": nll, "perplexity": math.exp(min(nll, 700.0)), "evaluated_tokens": count, "seconds": seconds}
 
 
-def _exact(losses: torch.Tensor) -> np.ndarray:
+def _exact(losses: Tensor) -> np.ndarray:
     """In float64, so that sums of many keep their digits."""
     return losses.cpu().numpy().astype(np.float64)
 

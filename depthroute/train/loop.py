@@ -12,35 +12,37 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from depthroute.common.config import to_json
 from depthroute.common.errors import FailureError, RequestError
 from depthroute.common.files import read_json
 from depthroute.data import BatchOrder, TokenDataset, evaluation_windows
-from depthroute.model import Decoder
+from depthroute.parallel.layout import Layout
+from depthroute.parallel.world import World, first, joined, started
 from depthroute.train import checkpoint
 from depthroute.train.config import RunConfig
 from depthroute.train.console import Console, duration
-from depthroute.train.devices import autocast, keep_freed_memory, peak_memory_bytes, resolve_device, resolve_precision
+from depthroute.train.devices import keep_freed_memory, peak_memory_bytes, resolve_device, resolve_precision
 from depthroute.train.environment import environment
 from depthroute.train.evaluation import evaluate
-from depthroute.train.initialise import initialise
 from depthroute.train.interruption import Interruption
-from depthroute.train.optimiser import adamw, set_learning_rate
+from depthroute.train.on_many import OnMany
+from depthroute.train.on_one import OnOne
+from depthroute.train.optimiser import set_learning_rate
 from depthroute.train.run_data import TOKENIZER, check_tokenizer, named_data
 from depthroute.train.run_folder import RunFolder, recorded_config, recorded_result, refuse_other_configuration
 from depthroute.train.schedule import learning_rate
 from depthroute.train.sinks import Sinks, check_sinks
 
 
-def train(config: RunConfig, directory: Path, *, console: bool = True, sinks: Sequence[str] = ()) -> dict[str, Any]:
+def train(
+    config: RunConfig, directory: Path, *, console: bool = True, sinks: Sequence[str] = (), layout: Layout | None = None
+) -> dict[str, Any]:
     """Train `config` in the run folder `directory` and return what its result.json says.
 
     A complete run is not repeated, an unfinished one continues from its last checkpoint. Ctrl-C or SIGTERM finishes the current step,
@@ -48,9 +50,14 @@ def train(config: RunConfig, directory: Path, *, console: bool = True, sinks: Se
     ("tensorboard", "trackio", "wandb") are given the numbers too, those of a complete run as well; one that fails is dropped, and
     the run goes on.
 
+    `layout`: how the run lies on the processes that torchrun started, each of which calls this. It is the same run on any layout, up to
+    rounding, and may go on in another one; the first process writes all but the checkpoints.
+
     Raises:
-        RequestError: the folder holds another configuration, the data is not what the configuration names, or a sink is not installed.
-        FailureError: a loss that is not finite, a full disk, a truncated checkpoint. The folder can be continued.
+        RequestError: the folder holds another configuration, the data is not what the configuration names, a sink is not installed, or the
+            layout does not fit.
+        FailureError: a loss that is not finite, a full disk, a truncated checkpoint, another process that ended. The folder can be
+            continued.
         KeyboardInterrupt: it was interrupted; the same call continues.
     """
     directory = Path(directory)
@@ -58,9 +65,11 @@ def train(config: RunConfig, directory: Path, *, console: bool = True, sinks: Se
     recorded = recorded_config(directory)
     config = resolve(config, recorded)
     refuse_other_configuration(directory, recorded, config)
+    if layout is None and (started() or 1) > 1:
+        raise RequestError(f"torchrun started {started()} processes; say how they share the run, such as --parallel ddp.")
     result = recorded_result(directory)
     if result is not None:
-        if sinks:
+        if sinks and first():
             with closing(_console(config, directory, config.train.steps, visible=console)) as shown:
                 Sinks(sinks, config, directory, shown.line).close(complete=True)
         return result
@@ -68,13 +77,18 @@ def train(config: RunConfig, directory: Path, *, console: bool = True, sinks: Se
     config = for_data(config, data)
     if recorded is not None and (directory / TOKENIZER).exists():
         check_tokenizer(directory, data)
-    folder = RunFolder(directory)
+    folder = RunFolder(directory, writes=first())
     if config.train.device == "cpu":
         keep_freed_memory()
-    with _threads(config.train.threads), Interruption() as interruption:
+    with _threads(config.train.threads), Interruption() as interruption, ExitStack() as stack:
         facts = environment(config.train.device) | {"data": to_json(data.manifest)}
-        with folder.claimed(config, facts):
-            return _Run(config, folder, data, interruption).complete(facts, visible=console, sinks=sinks)
+        world = None
+        if layout is not None:
+            world = stack.enter_context(joined(layout, config.train.device))
+            facts["parallel"] = {"layout": world.layout.describe(), "processes": world.layout.processes}
+        stack.enter_context(folder.claimed(config, facts))
+        run = _Run(config, folder, data, interruption, world)
+        return run.complete(facts, visible=console and first(), sinks=sinks if first() else ())
 
 
 def resolve(config: RunConfig, recorded: RunConfig | None = None, *, here: bool = True) -> RunConfig:
@@ -98,24 +112,10 @@ def resolve(config: RunConfig, recorded: RunConfig | None = None, *, here: bool 
     return dataclasses.replace(config, train=settings, data_fingerprint=fingerprint)
 
 
-def accumulate_gradients(model: Decoder, batch: Tensor, config: RunConfig) -> Tensor:
-    """Add the gradient of the mean loss of `batch` [sequences, context + 1] int64, and return the sum of its token losses (float64).
-
-    Sums over tokens are divided once, by the count of the whole batch, so the split into microbatches changes nothing but rounding.
-    """
-    settings = config.train
-    total = torch.zeros((), dtype=torch.float64, device=batch.device)
-    count = batch.shape[0] * (batch.shape[1] - 1)
-    for part in torch.split(batch, settings.microbatch or len(batch)):
-        with autocast(settings.device, settings.precision):
-            sums = model.loss(part[:, :-1].contiguous(), part[:, 1:].contiguous(), settings.z_loss)
-        torch.autograd.backward(sums.objective / count)
-        total += sums.nll
-    return total
-
-
 class _Run:
-    def __init__(self, config: RunConfig, folder: RunFolder, data: TokenDataset, interruption: Interruption) -> None:
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, data: TokenDataset, interruption: Interruption, world: World | None
+    ) -> None:
         self.config = config
         self.settings = config.train
         self.folder = folder
@@ -129,45 +129,48 @@ class _Run:
             number_of_tokens=len(self.training_tokens), context=config.model.context,
             sequences=self.settings.sequences, seed=self.settings.seed,
         )
-        self.model = Decoder(config.model)
-        initialise(self.model, self.settings.seed)
-        self.model.to(self.settings.device)
-        self.optimiser = adamw(self.model, self.settings)
-        self.parameters = [parameter for group in self.optimiser.param_groups for parameter in group["params"]]
+        self.workers = OnOne(config) if world is None else OnMany(config, world)
         self.step = 0
-        self.saved: int | None = None
+        self.saved: int | None = None  # the step of the last checkpoint, or of the one that is being written
         self.peak_memory = 0
 
     def complete(self, facts: dict[str, Any], *, visible: bool, sinks: Sequence[str]) -> dict[str, Any]:
         """Continue from the last checkpoint to the last step."""
         self._resume()
         steps = self.settings.steps
-        console = _console(self.config, self.folder.path, self.step, visible=visible)
+        console = _console(self.config, self.folder.path, self.step, visible=visible, writes=self.workers.first)
         complete = False
         try:
             self._announce(console, facts)
             self.folder.sinks = Sinks(sinks, self.config, self.folder.path, console.line)
             self._milestone(console)
             while self.step < steps:
-                if self.interruption.requested:
+                if self.workers.agreed(self.interruption.requested):
                     self._stop(console)
                 self._optimise(console)
                 self._milestone(console)
                 every = self.settings.checkpoint_every
                 if (every and self.step % every == 0) or self.step == steps or self.step in self.settings.keep_checkpoints:
                     self._save()
-            if self.interruption.requested and not self._evaluated():
+            if self.workers.agreed(self.interruption.requested) and not self._evaluated():
                 self._stop(console)
             self._save()
-            result = self._result()
-            self.folder.write_result(result)
-            complete = True
+            self.workers.saved()
+            self._note_memory()
+            if self.workers.first:
+                self.folder.write_result(self._result())
+            complete = self.workers.told(True)
+            result = recorded_result(self.folder.path)
+            assert result is not None
             console.line(
                 f"complete: validation NLL {result['nll']:.4f}, perplexity {result['perplexity']:.2f}, "
                 f"{result['tokens_per_second']['median']:,.0f} tokens/s, {duration(result['training_seconds'])} of training"
             )
             return result
         finally:
+            if not complete:
+                with suppress(FailureError):  # what ended the run is said already
+                    self.workers.saved()
             if self.folder.sinks is not None:
                 self.folder.sinks.close(complete=complete)
             console.close()
@@ -175,13 +178,14 @@ class _Run:
     def _resume(self) -> None:
         found = checkpoint.latest(self.folder.path)
         if found is not None:
-            state = checkpoint.load(found, self.model, self.optimiser)
+            state = self.workers.load(found)
             self.step = self.saved = state["step"]
             self.peak_memory = state["peak_memory_bytes"]
+        self.workers.told(True)  # nobody reads the folder while it is cut back
         self.folder.cut_back(self.step)
 
     def _announce(self, console: Console, facts: dict[str, Any]) -> None:
-        counts = self.model.parameter_counts()
+        counts = self.workers.parameter_counts
         settings = self.settings
         console.line(
             f"{facts['started_at']}  {counts['total']:,} parameters, {settings.steps} steps of {self.config.tokens_per_step:,} tokens, "
@@ -192,25 +196,23 @@ class _Run:
             first = read_json(self.folder.path / "environment.json")
             if "branched_from" in first:
                 console.line("the first {step} steps are those of {folder}".format(**first["branched_from"]))
-            for name in ("processor", "instructions", "threads", "packages", "depth_attention"):
+            for name in ("processor", "instructions", "threads", "packages", "depth_attention", "parallel"):
                 if first.get(name) != facts.get(name):
                     console.line(f"{name} was {first.get(name)} and is {facts.get(name)}: the last bits of the losses may differ")
 
     def _optimise(self, console: Console) -> None:
         started = time.perf_counter()
         settings, step = self.settings, self.step
-        batch = torch.from_numpy(self.order.batch(self.training_tokens, step)).to(settings.device)
-        nll = accumulate_gradients(self.model, batch, self.config)
-        norm = get_total_norm([parameter.grad for parameter in self.parameters if parameter.grad is not None])
-        loss, gradient_norm = nll.item() / self.config.tokens_per_step, norm.item()
+        nll = self.workers.accumulate(self.workers.batch(self.order, self.training_tokens, step))
+        loss, gradient_norm = nll.item() / self.config.tokens_per_step, self.workers.gradient_norm()
         if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
             self._refuse_step(loss, gradient_norm)
         if settings.gradient_clip is not None and gradient_norm > settings.gradient_clip:
-            clip_grads_with_norm_(self.parameters, settings.gradient_clip, norm)
+            self.workers.clip(settings.gradient_clip, gradient_norm)
         rate = learning_rate(step, settings)
-        set_learning_rate(self.optimiser, rate)
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
+        set_learning_rate(self.workers.optimiser, rate)
+        self.workers.optimiser.step()
+        self.workers.optimiser.zero_grad()
         self.step = step + 1
         seconds = time.perf_counter() - started
         self.folder.add_metrics({
@@ -229,7 +231,7 @@ class _Run:
 
     def _evaluated(self) -> bool:
         due = self.step == self.settings.steps or self.step in self.settings.milestones
-        return not due or any(line["step"] == self.step for line in self.folder.evaluations())
+        return not due or self.workers.told(any(line["step"] == self.step for line in self.folder.evaluations()))
 
     def _milestone(self, console: Console) -> None:
         """Evaluate if this step asks for it. When it is interrupted, the run that continues catches up on it first."""
@@ -237,11 +239,11 @@ class _Run:
             return
         settings = self.settings
         measured = evaluate(
-            self.model, self.validation_tokens, context=self.config.model.context, limit_tokens=settings.evaluation_tokens,
-            microbatch=settings.microbatch or settings.sequences, device=settings.device, precision=settings.precision,
-            boundaries=self.validation_boundaries, markers=self.markers, stop=lambda: self.interruption.requested,
+            self.workers.network, self.validation_tokens, context=self.config.model.context, limit_tokens=settings.evaluation_tokens,
+            microbatch=self.workers.evaluation_rows, device=settings.device, precision=settings.precision,
+            boundaries=self.validation_boundaries, markers=self.markers, stop=lambda: self.workers.agreed(self.interruption.requested),
         )
-        if measured is not None:
+        if measured is not None and self.workers.first:
             if self.step == settings.steps and measured.documents is not None:
                 measured.documents.write(self.folder.path)  # before the lines, which say that this evaluation is done
             where = {"step": self.step, "tokens": self.step * self.config.tokens_per_step}
@@ -255,18 +257,19 @@ class _Run:
         self.folder.flush(sync=True)
         self._note_memory()
         state = {"tokens": self.step * self.config.tokens_per_step, "peak_memory_bytes": self.peak_memory}
-        checkpoint.save(self.folder.path, self.step, self.model, self.optimiser, state, keep=self.settings.keep_checkpoints)
+        self.workers.save(self.folder.path, self.step, state, self.settings.keep_checkpoints)
         self.saved = self.step
 
     def _stop(self, console: Console) -> None:
         if self.step:
             self._save()
+            self.workers.saved()
         text = f"interrupted after step {self.step}; run the same command again to continue in {self.folder.path}"
         console.line(text)
         raise KeyboardInterrupt(text)
 
     def _note_memory(self) -> None:
-        self.peak_memory = max(self.peak_memory, peak_memory_bytes(self.settings.device))
+        self.peak_memory = self.workers.largest(max(self.peak_memory, peak_memory_bytes(self.settings.device)))
 
     def _result(self) -> dict[str, Any]:
         last = [line for line in self.folder.evaluations() if line["split"] == "validation"][-1]
@@ -275,14 +278,13 @@ class _Run:
         norms = [line["gradient_norm"] for line in metrics]
         limit = self.settings.gradient_clip
         clipped = sum(limit is not None and norm > limit for norm in norms)
-        self._note_memory()
         return {
             "status": "complete",
             "step": self.step,
             "tokens": self.step * self.config.tokens_per_step,
             "nll": last["nll"],
             "perplexity": last["perplexity"],
-            "parameters": self.model.parameter_counts(),
+            "parameters": self.workers.parameter_counts,
             "tokens_per_second": {
                 "median": self.config.tokens_per_step / statistics.median(seconds),
                 "mean": self.config.tokens_per_step * len(seconds) / sum(seconds),
@@ -308,8 +310,9 @@ def for_data(config: RunConfig, data: TokenDataset) -> RunConfig:
     return dataclasses.replace(config, data_fingerprint=data.fingerprint)
 
 
-def _console(config: RunConfig, path: Path, first_step: int, *, visible: bool) -> Console:
-    return Console(path / "log.txt", label=path.name, steps=config.train.steps, first_step=first_step, visible=visible)
+def _console(config: RunConfig, path: Path, first_step: int, *, visible: bool, writes: bool = True) -> Console:
+    log = path / "log.txt" if writes else None
+    return Console(log, label=path.name, steps=config.train.steps, first_step=first_step, visible=visible)
 
 
 @contextmanager

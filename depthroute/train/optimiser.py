@@ -1,13 +1,117 @@
-"""AdamW, which parameters it decays, and how fast routes learn."""
+"""The optimiser of a run: AdamW, or Muon for the matrices of the body; which parameters decay, and how fast routes learn."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from depthroute.model.linear import Projection
 from depthroute.train.config import TrainConfig
+from depthroute.train.muon import Muon
+
+Named = Iterable[tuple[str, nn.Parameter]]
+
+STATES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
+    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
+    Muon: ("momentum_buffer",),
+}
+
+
+class Optimiser:
+    """Torch optimisers that step together, each over parameters of its own. `STATES` has what they keep for a parameter."""
+
+    def __init__(self, *optimisers: torch.optim.Optimizer) -> None:
+        self.optimisers = optimisers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimiser in self.optimisers for group in optimiser.param_groups]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """In the order of the groups."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def step(self) -> None:
+        for optimiser in self.optimisers:
+            optimiser.step()
+
+    def zero_grad(self) -> None:
+        """Leave every parameter without a gradient."""
+        for optimiser in self.optimisers:
+            optimiser.zero_grad(set_to_none=True)
+
+    def state_tensors(self, named: Named) -> dict[str, Tensor]:
+        """What there is of the state of the parameters `named`, as "NAME.key"; of one that never had a gradient there is none."""
+        holders = self._holders()
+        return {
+            f"{name}.{key}": value
+            for name, parameter in named if id(parameter) in holders
+            for key, value in holders[id(parameter)].state.get(parameter, {}).items() if isinstance(value, Tensor)
+        }
+
+    def make_state(self, named: Named, keys: Collection[str]) -> dict[str, Tensor]:
+        """Replace the state of the parameters `named` by zeros, to be filled in place: those of `keys` ("NAME.key") that are theirs.
+
+        They lie as the parameter does, on its shards too. `keys` of other names are left out: other ranks may hold them.
+
+        Raises:
+            KeyError: a key that the optimiser does not keep for that parameter; its argument is the key.
+        """
+        holders = self._holders()
+        wanted: dict[str, list[str]] = {}
+        for key in keys:
+            wanted.setdefault(key.rpartition(".")[0], []).append(key)
+        made: dict[str, Tensor] = {}
+        for name, parameter in named:
+            holder = holders.get(id(parameter))
+            if holder is not None:
+                holder.state.pop(parameter, None)
+            for key in wanted.get(name, ()):
+                state = key.removeprefix(f"{name}.")
+                if holder is None or state not in STATES[type(holder)]:
+                    raise KeyError(key)
+                made[key] = holder.state[parameter][state] = _zeros(parameter, state)
+        return made
+
+    def _holders(self) -> dict[int, torch.optim.Optimizer]:
+        """The optimiser of every parameter, by its id."""
+        return {
+            id(parameter): optimiser for optimiser in self.optimisers for group in optimiser.param_groups for parameter in group["params"]
+        }
+
+
+def build_optimiser(model: nn.Module | Sequence[nn.Module], config: TrainConfig) -> Optimiser:
+    """The optimiser that `config` asks for, over a model or over the parts of one that a rank holds, whose names are the whole model's.
+
+    AdamW (Loshchilov and Hutter, 2019) is in its fused form, which the CPU and CUDA have. Muon takes the matrices of the body
+    (`is_body_matrix`), and AdamW everything else; their updates are of one size, so that one learning rate serves both.
+    """
+    optimisers: list[torch.optim.Optimizer] = []
+    found = list(_trainable(model))
+    matrices = [entry for entry in found if config.optimiser == "muon" and is_body_matrix(*entry)]
+    chosen = {id(parameter) for _, _, parameter in matrices}
+    rest = _groups([entry for entry in found if id(entry[2]) not in chosen], config.weight_decay, config.route_rate)
+    if rest:
+        optimisers.append(torch.optim.AdamW(rest, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True))
+    if matrices:
+        groups = [{"params": parameters, "rate": config.matrix_rate} for parameters in _by_mesh([entry[2] for entry in matrices])]
+        optimisers.append(Muon(groups, config.learning_rate, config.weight_decay, config.momentum))
+    optimiser = Optimiser(*optimisers)
+    set_learning_rate(optimiser, config.learning_rate)
+    return optimiser
+
+
+def is_body_matrix(name: str, owner: nn.Module, parameter: nn.Parameter) -> bool:
+    """Whether `parameter` is the matrix of a linear map inside a layer, which Muon is for.
+
+    The embedding and the head are outside the layers, and so is all that the residual method adds: a row of such a matrix is a vector by
+    itself, a token's or a query, and mixing the rows has no meaning.
+    """
+    return name.startswith("layers.") and isinstance(owner, Projection) and parameter.ndim == 2
 
 
 def decays(owner: nn.Module, local: str, parameter: nn.Parameter) -> bool:
@@ -21,37 +125,60 @@ def decays(owner: nn.Module, local: str, parameter: nn.Parameter) -> bool:
     return local in getattr(owner, "decayed", ()) or (parameter.ndim >= 2 and local not in getattr(owner, "no_decay", ()))
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, route_rate: float = 1.0) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module | Sequence[nn.Module], weight_decay: float, route_rate: float = 1.0
+) -> list[dict[str, Any]]:
     """Groups for a torch optimiser, each trainable parameter in exactly one: decayed, then not decayed.
 
     `rate` of a group is what the learning rate is multiplied by: 1, and `route_rate` for the parameters of the residual method, those
     under `residual.` of a decoder. Where that is 1 too there are two groups at most; else the two of the body, then the two of the
-    residual method. A tied parameter counts once. Frozen parameters (`requires_grad` false) are in none.
+    residual method. Where parameters are sharded over different meshes, each group is one for every mesh. A tied parameter counts once.
+    Frozen parameters (`requires_grad` false) are in none.
     """
-    owners = dict(model.named_modules())
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {
-        (rate, decayed): [] for rate in (1.0, route_rate) for decayed in (True, False)
-    }
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            path, _, local = name.rpartition(".")
-            rate = route_rate if name.startswith("residual.") else 1.0
-            groups[rate, decays(owners[path], local, parameter)].append(parameter)
-    return [
-        {"params": parameters, "weight_decay": weight_decay if decayed else 0.0, "rate": rate}
-        for (rate, decayed), parameters in groups.items() if parameters
-    ]
+    return _groups(_trainable(model), weight_decay, route_rate)
 
 
-def set_learning_rate(optimiser: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Give every group of `parameter_groups` its share of the learning rate of a step."""
+def set_learning_rate(optimiser: Optimiser | torch.optim.Optimizer, learning_rate: float) -> None:
+    """Give every group its share, `rate`, of the learning rate of a step."""
     for group in optimiser.param_groups:
         group["lr"] = learning_rate * group["rate"]
 
 
-def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, 2019) over the groups of `model`, in its fused form, which the CPU and CUDA have."""
-    groups = parameter_groups(model, config.weight_decay, config.route_rate)
-    optimiser = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
-    set_learning_rate(optimiser, config.learning_rate)
-    return optimiser
+def _trainable(model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """Name, owner and parameter, once each."""
+    seen: set[int] = set()
+    for part in [model] if isinstance(model, nn.Module) else model:
+        owners = dict(part.named_modules())
+        for name, parameter in part.named_parameters():
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, owners[name.rpartition(".")[0]], parameter
+
+
+def _groups(
+    found: Iterable[tuple[str, nn.Module, nn.Parameter]], weight_decay: float, route_rate: float
+) -> list[dict[str, Any]]:
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {
+        (rate, decayed): [] for rate in (1.0, route_rate) for decayed in (True, False)
+    }
+    for name, owner, parameter in found:
+        rate = route_rate if name.startswith("residual.") else 1.0
+        groups[rate, decays(owner, name.rpartition(".")[2], parameter)].append(parameter)
+    return [
+        {"params": parameters, "weight_decay": weight_decay if decayed else 0.0, "rate": rate}
+        for (rate, decayed), together in groups.items() for parameters in _by_mesh(together)
+    ]
+
+
+def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters of one mesh together, and those that are no DTensors: no kernel takes both, or two meshes, in one list."""
+    split: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        split.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(split.values())
+
+
+def _zeros(parameter: nn.Parameter, state: str) -> Tensor:
+    if state == "step":  # where the fused kernel reads it; the same on every rank, so no DTensor
+        return torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False)

@@ -25,10 +25,13 @@ FLUSH_SECONDS = 1.0
 
 
 class RunFolder:
-    """A run folder that is being written. Metrics wait in memory for at most about a second; a kill loses no more than that."""
+    """A run folder that is being written. Metrics wait in memory for at most about a second; a kill loses no more than that.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    `writes`: false for the other processes of a run, for which nothing that would be written is.
+    """
+
+    def __init__(self, path: Path, *, writes: bool = True) -> None:
+        self.path, self._writes = path, writes
         self.sinks: Sinks | None = None
         self._waiting: list[str] = []
         self._flushed_at = time.perf_counter()
@@ -40,6 +43,9 @@ class RunFolder:
         Raises:
             RequestError: it holds another run or something else, or another process is training in it.
         """
+        if not self._writes:
+            yield
+            return
         with explain_os_errors(self.path, "creating"):
             self.path.mkdir(parents=True, exist_ok=True)
         if not (self.path / "config.json").exists():
@@ -68,6 +74,8 @@ class RunFolder:
         Raises:
             FailureError: metrics.jsonl lacks steps up to `step`.
         """
+        if not self._writes:
+            return
         self._waiting.clear()
         for name in ("metrics.jsonl", "evaluations.jsonl"):
             path = self.path / name
@@ -82,6 +90,8 @@ class RunFolder:
             )
 
     def add_metrics(self, line: dict[str, Any]) -> None:
+        if not self._writes:
+            return
         self._waiting.append(json.dumps(line, allow_nan=False) + "\n")
         if time.perf_counter() - self._flushed_at >= FLUSH_SECONDS:
             self.flush()
@@ -99,6 +109,8 @@ class RunFolder:
 
     def flush(self, *, sync: bool = False) -> None:
         """Hand the waiting metrics to the system; with `sync`, to the disk (before a checkpoint that says they are there)."""
+        if not self._writes:
+            return
         text = "".join(self._waiting)
         self._waiting.clear()
         self._flushed_at = time.perf_counter()

@@ -194,6 +194,17 @@ def test_the_card_is_of_the_weights_that_are_exported(trained_run: Path, tmp_pat
     assert "5.2000" in card and "5.4000" not in card and "3 of 4, 192" in card
 
 
+def test_the_card_names_the_optimiser(trained_run: Path, tmp_path: Path) -> None:
+    stopped(trained_run, tmp_path, 3)
+    assert "| AdamW, betas 0.9 and 0.95, eps 1e-08, weight decay 0.1 |" in model_card(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["train"] |= {"optimiser": "muon", "matrix_rate": 2.0, "route_rate": 3.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    card = model_card(tmp_path)
+    assert "| Muon, momentum 0.95, for the matrices of the layers; for the rest AdamW, betas 0.9 and 0.95, eps 1e-08" in card
+    assert "; times 3 for the residual method; times 2 for the matrices of the layers |" in card
+
+
 def test_the_card_of_an_adopted_checkpoint(trained_run: Path, tmp_path: Path) -> None:
     stopped(trained_run, tmp_path, 3)
     source = {"architectures": ["LlamaForCausalLM"], "folder": "/x"}

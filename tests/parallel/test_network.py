@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +19,8 @@ from tests.parallel.world import World
 
 ROWS, TOKENS = 8, 8
 FITTED = {"mhar": ",heads=3", "mhar-block": ":2,heads=3", "laurel-lr": ",rank=4", "low-rank": ":3,rank=4", "delta-block": ":3"}
-FITTED |= {"mrla-base": ",head_width=4", "mrla-light": ",head_width=4", "block-query": ":3", "denseformer-4x5": ",period=2", "block": ":3", "rd": ":3"}
+FITTED |= {"mrla-base": ",head_width=4", "mrla-light": ",head_width=4", "block-query": ":3", "denseformer-4x5": ",period=2"}
+FITTED |= {"block": ":3", "rd": ":3"}
 
 
 def residual_of(name: str) -> ResidualConfig:
@@ -65,7 +65,9 @@ def agrees(layout: str, names: list[str], fields: dict[str, Any], microbatch: in
         config = shape(residual_of(name), **fields)
         nll, gradients, losses = alone(config)
         world = meshes(parse_layout(layout).fitted(distributed.get_world_size()), torch.device("cpu"))
-        network = Network(config, world, sequences=ROWS, microbatch=microbatch, precision=None, fill=fill, recompute=recompute, dtype=torch.float64)
+        network = Network(
+            config, world, sequences=ROWS, microbatch=microbatch, precision=None, fill=fill, recompute=recompute, dtype=torch.float64
+        )  # fmt: skip
         batch, rows = tokens(), world.layout.rows(ROWS)
         mine = batch[world.share * rows : (world.share + 1) * rows]
         for _ in range(2):  # for what only shows in the second: a parameter without a gradient, a memory that was not released
@@ -79,9 +81,8 @@ def agrees(layout: str, names: list[str], fields: dict[str, Any], microbatch: in
                 if expected is None:
                     continue
                 assert parameter.grad is not None, f"{where}: {part} has no gradient"
-                torch.testing.assert_close(
-                    whole(parameter.grad), expected, rtol=1e-10, atol=1e-13, msg=lambda text, part=part: f"{where}: {part}: {text}"
-                )
+                difference = (whole(parameter.grad) - expected).abs().max() / expected.abs().max().clamp(min=1e-3)
+                assert difference < 1e-10, f"{where}: {part} is off by {difference:.1e}"
             expected_norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt().item()
             assert abs(network.gradient_norm() - expected_norm) < 1e-11 * expected_norm
             for some in (ROWS, 3):

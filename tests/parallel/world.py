@@ -35,7 +35,7 @@ class World:
             self._processes.append(process)
 
     def run(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What `function(*arguments)` returns on every rank of a group of `ranks`; an AssertionError with the traceback of those that fail."""
+        """What `function(*arguments)` returns on every rank of a group; an AssertionError with the tracebacks of those that fail."""
         port = _free_port()
         code = function.__code__.co_filename, function.__name__
         for rank, line in enumerate(self._lines[:ranks]):

@@ -408,6 +408,12 @@ def test_a_folder_that_is_no_study_is_refused_in_one_sentence(tmp_path: Path, wr
             "routes at 8 times the rate, betas 0.9 and 0.95, weight decay 0.1, gradients clipped at norm 1, linear warm-up over 30 steps, "
             "constant rate, then linear decay over the last 20 % of the steps, to 10 % of the peak",
         ),
+        (
+            {"optimiser": "muon", "matrix_rate": 2.0, "momentum": 0.9},
+            "Muon for the matrices of the layers and AdamW for the rest, peak learning rate 0.001, matrices of the layers at 2 times the "
+            "rate, momentum 0.9, betas 0.9 and 0.95, weight decay 0.1",
+        ),
+        ({"optimiser": "adamw", "matrix_rate": 1.0, "momentum": 0.95}, "AdamW, peak learning rate 0.001, betas 0.9 and 0.95"),
     ],
 )
 def test_the_schedule_is_told_as_it_was(full: Path, tmp_path: Path, change: dict[str, Any], words: str) -> None:

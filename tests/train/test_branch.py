@@ -167,6 +167,7 @@ def test_a_run_that_has_started_is_left_as_it_is(wsd: Config, trunk: tuple[RunCo
         ({"schedule": "cosine", "decay_fraction": None}, 2),
         ({"seed": 1}, 0),
         ({"route_rate": 2.0}, 0),
+        ({"optimiser": "muon"}, 0),
         ({"model": {"width": 32}}, 0),
     ],
 )

@@ -19,7 +19,7 @@ from depthroute.residual import parse_residual
 from depthroute.train import RunConfig, load_trained, train
 from depthroute.train import checkpoint as checkpoints
 from depthroute.train.initialise import initialise
-from depthroute.train.optimiser import adamw
+from depthroute.train.optimiser import Optimiser, build_optimiser
 
 Config = Callable[..., RunConfig]
 
@@ -33,11 +33,11 @@ class Tied(nn.Module):
         self.register_buffer("count", torch.zeros(2))
 
 
-def stepped(config: RunConfig, seed: int = 0) -> tuple[Decoder, torch.optim.AdamW]:
+def stepped(config: RunConfig, seed: int = 0) -> tuple[Decoder, Optimiser]:
     """A model and an optimiser that has taken one step."""
     model = Decoder(config.model)
     initialise(model, seed)
-    optimiser = adamw(model, config.train)
+    optimiser = build_optimiser(model, config.train)
     tokens = torch.arange(32).view(2, 16)
     model.loss(tokens, tokens).objective.backward()
     optimiser.step()
@@ -53,8 +53,7 @@ def test_model_and_optimiser_come_back_bit_for_bit(tmp_path: Path, config: Confi
     assert checkpoints.load(path, other_model, other_optimiser)["tokens"] == 32
     for ours, theirs in zip(model.parameters(), other_model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-        for key, value in optimiser.state.get(ours, {}).items():
-            assert torch.equal(value, other_optimiser.state[theirs][key]), key
+    same_state(optimiser.state_tensors(model.named_parameters()), other_optimiser.state_tensors(other_model.named_parameters()))
 
 
 def test_only_the_newest_checkpoint_stays(tmp_path: Path, config: Config) -> None:
@@ -89,18 +88,16 @@ def test_a_checkpoint_of_before_loads_into_groups_with_another_rate(tmp_path: Pa
     path = checkpoints.save(tmp_path, 1, model, optimiser, {})
     other_model, other = stepped(config(model=arm, route_rate=2.0), seed=1)
     checkpoints.load(path, other_model, other)
-    for ours, theirs in zip(model.parameters(), other_model.parameters(), strict=True):
-        for key, value in optimiser.state.get(ours, {}).items():
-            assert torch.equal(value, other.state[theirs][key]), key
+    same_state(optimiser.state_tensors(model.named_parameters()), other.state_tensors(other_model.named_parameters()))
     assert [group["rate"] for group in other.param_groups] == [1.0, 1.0, 2.0]
 
 
 def test_tied_tensors_are_saved_once_and_tied_after_loading(tmp_path: Path) -> None:
     model, other = Tied(), Tied()
     model.count += 5
-    path = checkpoints.save(tmp_path, 1, model, torch.optim.AdamW(model.parameters()), {})
+    path = checkpoints.save(tmp_path, 1, model, Optimiser(torch.optim.AdamW(model.parameters())), {})
     assert sorted(load_file(path / "model.safetensors")) == ["count", "embedding.weight"]
-    checkpoints.load(path, other, torch.optim.AdamW(other.parameters()))
+    checkpoints.load(path, other, Optimiser(torch.optim.AdamW(other.parameters())))
     assert torch.equal(other.head.weight, model.embedding.weight) and torch.equal(other.count, model.count)
 
 
@@ -198,6 +195,12 @@ def test_a_trained_model_opens_from_its_run_folder(tmp_path: Path, config: Confi
     assert settings.train.steps == result["step"]
     written = load_file(tmp_path / "run" / "checkpoints" / "step-00000012" / "model.safetensors")
     assert torch.equal(model.embedding.weight, written["embedding.weight"])
+
+
+def same_state(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours and ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
 
 
 def losses(run: Path) -> list[str]:

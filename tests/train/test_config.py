@@ -30,6 +30,11 @@ from depthroute.train.devices import resolve_device
         ({"weight_decay": -0.1}, "train.weight_decay must be 0 or above"),
         ({"z_loss": -1e-4}, "train.z_loss must be 0 or above"),
         ({"route_rate": 0.0}, "train.route_rate must be above 0, not 0.0"),
+        ({"optimiser": "moun"}, "perhaps you meant 'muon'"),
+        ({"optimiser": "muon", "matrix_rate": 0.0}, "train.matrix_rate must be above 0, not 0.0"),
+        ({"optimiser": "muon", "momentum": 1.0}, "train.momentum must be at least 0 and below 1, not 1.0"),
+        ({"matrix_rate": 2.0}, "train.matrix_rate = 2.0 is of Muon's matrices, and train.optimiser = 'adamw' has none: leave it at 1, or"),
+        ({"momentum": 0.9}, "and train.optimiser = 'adamw' has none: leave it at 0.95, or set train.optimiser=muon."),
         ({"warmup_fraction": 1.0}, "train.warmup_fraction must be at least 0 and below 1, or none, not 1.0"),
         ({"warmup_steps": 5}, "train.warmup_fraction = 0.02 and train.warmup_steps = 5: give one of the two"),
         ({"warmup_fraction": None}, "train.warmup_fraction = None and train.warmup_steps = None: give one of the two"),
@@ -66,7 +71,7 @@ def test_a_wrong_value_is_refused_with_what_is_allowed(changes: dict[str, Any], 
 def test_a_configuration_survives_json(config: Callable[..., RunConfig]) -> None:
     full = config(
         milestones=(1, 2), gradient_clip=None, threads=1, route_rate=2.0, schedule="wsd", warmup_fraction=None, warmup_steps=3,
-        decay_fraction=0.25, keep_checkpoints=(4, 8),
+        decay_fraction=0.25, keep_checkpoints=(4, 8), optimiser="muon", matrix_rate=0.5, momentum=0.9,
     )
     assert from_json(RunConfig, json.loads(json.dumps(to_json(full)))) == full
 

@@ -17,8 +17,8 @@ from depthroute.common.errors import FailureError, RequestError
 from depthroute.data import BatchOrder, TokenDataset, evaluation_windows
 from depthroute.model import Decoder
 from depthroute.residual import parse_residual
-from depthroute.train import RunConfig, evaluate, initialise, load_trained, loop, train
-from depthroute.train.loop import accumulate_gradients
+from depthroute.train import RunConfig, evaluate, initialise, load_trained, on_one, train
+from depthroute.train.on_one import accumulate_gradients
 
 Config = Callable[..., RunConfig]
 
@@ -170,16 +170,16 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_step_is_taken(
         calls += 1
         return real(*arguments) * (math.nan if calls == 8 else 1)
 
-    monkeypatch.setattr(loop, "accumulate_gradients", broken)
+    monkeypatch.setattr(on_one, "accumulate_gradients", broken)
     with pytest.raises(FailureError, match=r"the loss is nan at step 8 of .*the last checkpoint is that of step 6"):
         train(config(), tmp_path / "run", console=False)
     assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 8))
-    monkeypatch.setattr(loop, "accumulate_gradients", real)
+    monkeypatch.setattr(on_one, "accumulate_gradients", real)
     assert train(config(), tmp_path / "run", console=False)["nll"] == whole["nll"]
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "get_total_norm", lambda gradients: torch.tensor(math.inf))
+    monkeypatch.setattr(on_one, "get_total_norm", lambda gradients: torch.tensor(math.inf))
     with pytest.raises(FailureError, match="the norm of the gradient is inf at step 1 of"):
         train(config(), tmp_path, console=False)
 

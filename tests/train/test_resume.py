@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from depthroute.common.files import read_json, read_json_lines, write_json
 from depthroute.residual import parse_residual
-from depthroute.train import RunConfig, loop, train
+from depthroute.train import RunConfig, loop, on_one, train
 from depthroute.train import checkpoint as checkpoints
 from depthroute.train.evaluation import evaluate
 
@@ -27,13 +27,13 @@ EXIT_INTERRUPTED = 130
 
 def run_in_child(config: RunConfig, directory: Path, slower: float) -> None:
     """`train`, a little slower, so that a signal finds it at work; exits with 130 when it was interrupted."""
-    real = loop.accumulate_gradients
+    real = on_one.accumulate_gradients
 
     def slow(model: torch.nn.Module, batch: torch.Tensor, settings: RunConfig) -> torch.Tensor:
         time.sleep(slower)
         return real(model, batch, settings)  # type: ignore[arg-type]
 
-    loop.accumulate_gradients = slow  # type: ignore[assignment]
+    on_one.accumulate_gradients = slow  # type: ignore[assignment]
     try:
         train(config, directory, console=False)
     except KeyboardInterrupt:
@@ -142,17 +142,17 @@ def test_resuming_is_exact_with_several_threads_and_in_bf16(
     wide = {"width": 64, "context": 64, "residual": parse_residual("rd:2")}  # large enough for torch to split sums between threads
     settings = config(model=wide, threads=2, precision=precision, steps=5, sequences=16, microbatch=8, checkpoint_every=0)
     train(settings, tmp_path / "whole", console=False)
-    real = loop.accumulate_gradients
+    real = on_one.accumulate_gradients
 
     def interrupted(*arguments: object) -> torch.Tensor:
         signal.raise_signal(signal.SIGINT)
         return real(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(loop, "accumulate_gradients", interrupted)
+    monkeypatch.setattr(on_one, "accumulate_gradients", interrupted)
     for step in (1, 2):
         with pytest.raises(KeyboardInterrupt, match=f"interrupted after step {step};"):
             train(settings, tmp_path / "run", console=False)
-    monkeypatch.setattr(loop, "accumulate_gradients", real)
+    monkeypatch.setattr(on_one, "accumulate_gradients", real)
     train(settings, tmp_path / "run", console=False)
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
@@ -173,7 +173,7 @@ def test_the_signals_are_given_back(tmp_path: Path, config: Config) -> None:
 
 
 def test_a_second_interruption_acts_at_once(tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = loop.accumulate_gradients
+    real = on_one.accumulate_gradients
     calls = 0
 
     def twice(*arguments: object) -> torch.Tensor:
@@ -184,7 +184,7 @@ def test_a_second_interruption_acts_at_once(tmp_path: Path, config: Config, monk
             signal.raise_signal(signal.SIGINT)
         return real(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(loop, "accumulate_gradients", twice)
+    monkeypatch.setattr(on_one, "accumulate_gradients", twice)
     with pytest.raises(KeyboardInterrupt):
         train(config(), tmp_path / "run", console=False)
     assert checkpointed(tmp_path / "run") == 3  # the one of before, not one of step 5

@@ -11,7 +11,7 @@ import pytest
 
 from depthroute.common.errors import FailureError, RequestError
 from depthroute.residual import parse_residual
-from depthroute.train import RunConfig, loop, recorded_config, resolve, train
+from depthroute.train import RunConfig, on_one, recorded_config, resolve, train
 from depthroute.train.run_folder import RunFolder
 
 Config = Callable[..., RunConfig]
@@ -20,7 +20,7 @@ Config = Callable[..., RunConfig]
 def test_a_complete_run_is_skipped(tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     result = train(config(), tmp_path, console=False)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    monkeypatch.setattr(loop, "Decoder", None)  # nothing is built
+    monkeypatch.setattr(on_one, "Decoder", None)  # nothing is built
     assert train(config(), tmp_path, console=False) == result
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 

@@ -1,0 +1,84 @@
+"""A run on the processes of a layout: what this one holds of the model, its optimiser, and its part of the steps.
+
+Global batches and initial values are those of one process: each takes its rows of the batch of (seed, step), and draws every parameter
+that it holds by its name. Losses and weights are then the same up to rounding, whatever the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from depthroute.data import BatchOrder
+from depthroute.model import Decoder
+from depthroute.parallel.network import Network
+from depthroute.parallel.world import World
+from depthroute.train import sharded
+from depthroute.train.config import RunConfig
+from depthroute.train.initialise import initialise
+from depthroute.train.optimiser import build_optimiser
+
+
+class OnMany:
+    """The interface of `OnOne`; every process calls the same methods in the same order."""
+
+    def __init__(self, config: RunConfig, world: World) -> None:
+        """Raises RequestError where the layout does not fit the model or the batch."""
+        settings = config.train
+        self.world, self.first = world, world.rank == 0
+        self._z_loss = settings.z_loss
+        self.network = Network(
+            config.model, world, sequences=settings.sequences, microbatch=settings.microbatch or settings.sequences,
+            precision=torch.bfloat16 if settings.precision == "bf16" else None, fill=partial(initialise, seed=settings.seed),
+            recompute=settings.recompute,
+        )  # fmt: skip
+        self.optimiser = build_optimiser(self.network.parts, settings)
+        with torch.device("meta"):
+            self.parameter_counts = Decoder(config.model).parameter_counts()
+        self.evaluation_rows = self.network.evaluation_rows
+        self._saving: sharded.Saving | None = None
+
+    def batch(self, order: BatchOrder, tokens: Any, step: int) -> Tensor:
+        rows, share = self.network.rows, self.world.share
+        return torch.from_numpy(order.batch(tokens, step, slice(share * rows, (share + 1) * rows))).to(self.world.device)
+
+    def accumulate(self, batch: Tensor) -> Tensor:
+        return self.network.accumulate(batch, self._z_loss)
+
+    def gradient_norm(self) -> float:
+        return self.network.gradient_norm()
+
+    def clip(self, limit: float, norm: float) -> None:
+        self.network.clip(limit, norm)
+
+    def load(self, found: Path) -> dict[str, Any]:
+        tensors = dict(self.network.named) | self.optimiser.make_state(self.network.named, sharded.names(found))
+        return sharded.load(found, tensors)
+
+    def save(self, run: Path, step: int, state: dict[str, Any], keep: Collection[int]) -> None:
+        self.saved()
+        tensors = dict(self.network.named) | self.optimiser.state_tensors(self.network.named)
+        self._saving = sharded.save(run, step, tensors, state, model=[name for name, _ in self.network.named], keep=keep)
+
+    def saved(self) -> None:
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.wait()
+
+    def agreed(self, wish: bool) -> bool:
+        return self.largest(int(wish)) > 0
+
+    def told(self, value: bool) -> bool:
+        said = torch.tensor(float(value), device=self.world.device)
+        distributed.broadcast(said, src=0)
+        return bool(said.item())
+
+    def largest(self, value: int) -> int:
+        found = torch.tensor(value, device=self.world.device)
+        distributed.all_reduce(found, op=distributed.ReduceOp.MAX)
+        return int(found.item())

@@ -1,0 +1,93 @@
+"""A run on one process: its model, its optimiser, and its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from depthroute.data import BatchOrder
+from depthroute.model import Decoder
+from depthroute.train import checkpoint
+from depthroute.train.config import RunConfig
+from depthroute.train.devices import autocast
+from depthroute.train.initialise import initialise
+from depthroute.train.optimiser import build_optimiser
+
+
+class OnOne:
+    """What the training loop asks of whatever runs it: this process alone. `OnMany` is several.
+
+    `first`: whether this process writes the run's files. `network`: what an evaluation measures.
+    """
+
+    first = True
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.network = Decoder(config.model)
+        self.network.recompute = config.train.recompute
+        initialise(self.network, config.train.seed)
+        self.network.to(config.train.device)
+        self.optimiser = build_optimiser(self.network, config.train)
+        self.parameter_counts = self.network.parameter_counts()
+        self.evaluation_rows = config.train.microbatch or config.train.sequences
+
+    def batch(self, order: BatchOrder, tokens: Any, step: int) -> Tensor:
+        """What this process has of the batch of a step, int64 [sequences, context + 1]."""
+        return torch.from_numpy(order.batch(tokens, step)).to(self.config.train.device)
+
+    def accumulate(self, batch: Tensor) -> Tensor:
+        """Add the gradients of the whole batch, and return the sum of its token losses (float64)."""
+        return accumulate_gradients(self.network, batch, self.config)
+
+    def gradient_norm(self) -> float:
+        norm: float = get_total_norm([parameter.grad for parameter in self.optimiser.parameters if parameter.grad is not None]).item()
+        return norm
+
+    def clip(self, limit: float, norm: float) -> None:
+        """Scale gradients of this norm to `limit`."""
+        clip_grads_with_norm_(self.optimiser.parameters, limit, torch.tensor(norm, device=self.config.train.device))
+
+    def load(self, found: Path) -> dict[str, Any]:
+        """Put a checkpoint into model and optimiser; its state."""
+        return checkpoint.load(found, self.network, self.optimiser)
+
+    def save(self, run: Path, step: int, state: dict[str, Any], keep: Collection[int]) -> None:
+        """Write a checkpoint, or begin to. At most one is being written."""
+        checkpoint.save(run, step, self.network, self.optimiser, state, keep=keep)
+
+    def saved(self) -> None:
+        """Wait for the checkpoint that is being written."""
+
+    def agreed(self, wish: bool) -> bool:
+        """Whether any process wishes it."""
+        return wish
+
+    def told(self, value: bool) -> bool:
+        """What the first process says."""
+        return value
+
+    def largest(self, value: int) -> int:
+        """Over the processes."""
+        return value
+
+
+def accumulate_gradients(model: Decoder, batch: Tensor, config: RunConfig) -> Tensor:
+    """Add the gradient of the mean loss of `batch` [sequences, context + 1] int64, and return the sum of its token losses (float64).
+
+    Sums over tokens are divided once, by the count of the whole batch, so the split into microbatches changes nothing but rounding.
+    """
+    settings = config.train
+    total = torch.zeros((), dtype=torch.float64, device=batch.device)
+    count = batch.shape[0] * (batch.shape[1] - 1)
+    for part in torch.split(batch, settings.microbatch or len(batch)):
+        with autocast(settings.device, settings.precision):
+            sums = model.loss(part[:, :-1].contiguous(), part[:, 1:].contiguous(), settings.z_loss)
+        torch.autograd.backward(sums.objective / count)
+        total += sums.nll
+    return total

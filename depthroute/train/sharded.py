@@ -1,0 +1,284 @@
+"""Checkpoints that every rank of a parallel run writes its own part of, in the background.
+
+RUN/checkpoints/step-00000500/ then holds the safetensors shards of torch.distributed.checkpoint, each with the pieces that one rank wrote,
+of the model ("layers.0.mlp.up.weight") and of the optimiser ("layers.0.mlp.up.weight.exp_avg") together, and state.json, which says which
+names are the model's. Nothing in it is a pickle. A checkpoint loads onto any number of ranks and any layout, whichever form it has
+(checkpoint.py), and `consolidate` makes the plain form of it. All ranks see one file system.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_in_place
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
+from torch.distributed.tensor import DTensor
+
+from depthroute.common.errors import DepthrouteError, FailureError, RequestError
+from depthroute.common.files import explain_os_errors, new_folder, sync
+from depthroute.train import checkpoint as plain
+from depthroute.train.run_folder import root_of
+
+Group = distributed.ProcessGroup
+Value = TypeVar("Value")
+
+_groups: WeakKeyDictionary[Group, Group] = WeakKeyDictionary()
+
+
+class Saving:
+    """A checkpoint on its way to the disk."""
+
+    def __init__(self, written: Future[None]) -> None:
+        self._written = written
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._written.done()
+
+    def wait(self) -> None:
+        """Until the checkpoint is there, on rank 0; on the others until every rank has written its shard.
+
+        Raises:
+            FailureError: the disk is full, or the folder cannot be written, on any rank. The previous checkpoint is then untouched.
+        """
+        self._written.result()
+
+
+def save(
+    run: Path, step: int, tensors: Mapping[str, Tensor], state: dict[str, Any], *, model: Collection[str], keep: Collection[int] = (),
+    group: Group | None = None,
+) -> Saving:
+    """Copy `tensors`, then write the checkpoint of `step` in the background; older ones are removed only when it is there.
+
+    Every rank calls this. The tensors may change as soon as it returns. The `Saving` of the one before must have been waited for, and this
+    one must be before the process group is destroyed.
+
+    Args:
+        tensors: what this rank holds, by the names of the whole model: DTensors in any layout, and plain tensors. A plain tensor that
+            several ranks have under one name is the same on all of them.
+        state: JSON, as rank 0 gives it.
+        model: the names in `tensors` that are the model's. The others are its optimiser's.
+        keep: the steps whose checkpoints are not removed.
+        group: of all ranks, over the CPU, and used by nothing else while this is written. None: one that is made on the first call.
+
+    Raises:
+        RequestError: there is a checkpoint of this step.
+        FailureError: the folder cannot be written.
+    """
+    group = _own_group() if group is None else group
+    if group is None:
+        raise RequestError("shards are written by the ranks of a process group, and there is none; write a plain checkpoint.")
+    names: list[list[str]] = [[] for _ in range(group.size())]
+    distributed.all_gather_object(names, list(model), group)
+    target = plain.folder(run, step)
+    with ExitStack() as stack:
+        temporary = Path(_from_first(lambda: str(stack.enter_context(new_folder(target))), group))
+        writer = HuggingFaceStorageWriter(str(temporary), save_distributed=True)  # the usual writer would pickle its index
+        shards = async_save({name: _dense(tensor) for name, tensor in tensors.items()}, storage_writer=writer, process_group=group)
+        assert not isinstance(shards, AsyncSaveResponse)  # which only a stager of one's own gives
+        completing = stack.pop_all()
+    everywhere = sorted({name for part in names for name in part})
+    whole = {"format": plain.FORMAT, "form": plain.SHARDED, "step": step, **state, "model": everywhere}
+
+    def complete() -> None:
+        with explain_os_errors(target, "writing"):
+            with completing:
+                _written(shards, target)
+                if group.rank() == 0:
+                    plain.write_state(temporary, whole)
+            if group.rank() == 0:
+                plain.remove_others({target, *(plain.folder(run, kept) for kept in keep)}, target.parent)
+
+    background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    saving = Saving(background.submit(complete))
+    background.shutdown(wait=False)
+    return saving
+
+
+def load(checkpoint: Path, tensors: Mapping[str, Tensor], *, group: Group | None = None) -> dict[str, Any]:
+    """Put the values of a checkpoint of either form into `tensors`, in place; returns its state with `step`.
+
+    Every rank calls this with what it holds, in any layout. Without a process group, `tensors` are all there are.
+
+    Raises:
+        FailureError: on every rank, where a file is missing, was cut short or altered, or where checkpoint and `tensors` of all ranks
+            together do not have the same names and shapes.
+    """
+    group = _own_group() if group is None else group
+    state = _from_first(lambda: plain.verify(checkpoint), group)
+    problem, there = None, {}
+    try:
+        there = plain.shapes(checkpoint, state)
+        problem = _misfit(there, tensors)
+    except FailureError as error:
+        problem = str(error)
+    found = _gathered((problem, list(tensors)), group)
+    for reason, _ in found:
+        if reason is not None:
+            raise plain.unusable(checkpoint, reason)
+    for name in sorted(there.keys() - {name for _, held in found for name in held}):
+        raise plain.unusable(checkpoint, f"it has {name!r}, which the run does not")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        try:
+            load_in_place(dict(tensors), storage_reader=plain.reader(checkpoint, state), process_group=group, no_dist=group is None)
+        except CheckpointException as error:
+            raise plain.unusable(checkpoint, _first_line(error)) from error
+    return state
+
+
+def names(checkpoint: Path) -> set[str]:
+    """The tensors that a checkpoint of either form holds, the optimiser's among them. Raises FailureError where it cannot be read."""
+    return set(plain.shapes(checkpoint, plain.read_state(checkpoint)))
+
+
+def consolidate(checkpoint: Path) -> bool:
+    """Make the plain form of a sharded checkpoint, in its place, bit for bit. False: it is plain already.
+
+    A kill at any time leaves the one form or the other. What one left is removed by the next call.
+
+    Raises:
+        FailureError: the checkpoint is damaged, or the disk is full.
+    """
+    state = plain.read_state(checkpoint)
+    sharded = plain.is_sharded(state)
+    with explain_os_errors(checkpoint, "writing"):
+        try:
+            if sharded:
+                state = _as_plain(checkpoint, plain.verify(checkpoint))
+        finally:
+            _remove_unrecorded(checkpoint, state)
+    return sharded
+
+
+def gather(path: Path) -> dict[Path, bool]:
+    """`consolidate` every checkpoint of a run folder, or the checkpoint folder that `path` is: which of them there are, and had shards.
+
+    Raises:
+        RequestError: `path` is neither, or a process is training in it.
+        FailureError: a checkpoint is damaged, or the disk is full.
+    """
+    run = root_of(path)
+    checkpoints = [path] if run != path else sorted((path / "checkpoints").glob("step-*"))
+    if not (path if run != path else path / "config.json").exists():
+        raise RequestError(f"{path} is neither a run folder nor a checkpoint folder of one.")
+    with _nobody_trains(run):
+        return {checkpoint: consolidate(checkpoint) for checkpoint in checkpoints}
+
+
+def _as_plain(checkpoint: Path, state: dict[str, Any]) -> dict[str, Any]:
+    model = set(state["model"])
+    for file, wanted in ((plain.MODEL, model), (plain.OPTIMISER, plain.shapes(checkpoint, state).keys() - model)):
+        # Under its last name at once: until state.json names it, nobody reads it.
+        plain.write_tensors(checkpoint / file, plain.read_shards(checkpoint, state, wanted))
+        sync(checkpoint / file)
+    sync(checkpoint)
+    plain.write_state(checkpoint, {name: value for name, value in state.items() if name not in ("form", "model", "files")})
+    sync(checkpoint)
+    return plain.read_state(checkpoint)
+
+
+def _remove_unrecorded(checkpoint: Path, state: dict[str, Any]) -> None:
+    for path in (*checkpoint.glob("*.safetensors"), *checkpoint.glob(f".{plain.STATE}.*")):
+        if path.name not in state["files"]:
+            path.unlink()
+
+
+@contextmanager
+def _nobody_trains(run: Path) -> Iterator[None]:
+    """Hold the lock of a run folder, which its training holds."""
+    with explain_os_errors(run, "writing into"), (run / "log.txt").open("a") as log:
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RequestError(f"another process is training in {run}; wait for it.") from None
+        yield
+
+
+def _own_group() -> Group | None:
+    """A group of all ranks over the CPU for checkpoints alone: what is written in the background must not mix with the training's own."""
+    if not distributed.is_initialized():
+        return None
+    everyone = distributed.group.WORLD
+    assert everyone is not None
+    if everyone not in _groups:
+        _groups[everyone] = distributed.new_group(backend="gloo")
+    return _groups[everyone]
+
+
+def _from_first(make: Callable[[], Value], group: Group | None) -> Value:
+    """What `make` gives on the first rank, on every rank; where it fails, it fails on every rank."""
+    if group is None:
+        return make()
+    outcome: list[Any] = [None, None]
+    if group.rank() == 0:
+        try:
+            outcome[0] = make()
+        except DepthrouteError as error:
+            outcome[1] = error
+        except Exception as error:
+            outcome[1] = FailureError(f"{type(error).__name__} on the first rank: {error}")
+    distributed.broadcast_object_list(outcome, group=group, group_src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    value: Value = outcome[0]
+    return value
+
+
+def _gathered(value: Value, group: Group | None) -> list[Value]:
+    if group is None:
+        return [value]
+    found: list[Any] = [None] * group.size()
+    distributed.all_gather_object(found, value, group)
+    return found
+
+
+def _misfit(there: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> str | None:
+    for name, tensor in tensors.items():
+        if name not in there:
+            return f"the run has {name!r}, which it does not"
+        if tensor.shape != there[name]:
+            return f"{name!r} is {list(there[name])} there and {list(tensor.shape)} in the run"
+    return None
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """`tensor` with a contiguous part on this rank, which is all that safetensors writes."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.contiguous()
+    local = tensor.to_local()
+    if local.is_contiguous():
+        return tensor
+    return DTensor.from_local(
+        local.contiguous(), tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def _written(shards: Future[Any], target: Path) -> None:
+    """Wait for the shards of all ranks; the system's refusal on any of them as itself, for `explain_os_errors`."""
+    try:
+        shards.result()
+    except CheckpointException as failure:
+        for error, _ in failure.failures.values():
+            if isinstance(error, OSError):
+                raise error from failure
+        raise FailureError(f"{target} could not be written: {_first_line(failure)}.") from failure
+    except RuntimeError as error:  # of the process group
+        raise FailureError(f"{target} could not be written: another rank is gone ({error}).") from error
+
+
+def _first_line(failure: CheckpointException) -> str:
+    rank, (error, _) = next(iter(failure.failures.items()))
+    return f"{type(error).__name__} on rank {rank}: {str(error).partition(chr(10))[0]}"
