@@ -18,7 +18,7 @@ from depthroute.parallel.world import World
 class Pipeline:
     """The stages of this process in the schedule of its layout.
 
-    `wire`: bytes that this process has sent to other stages. `kept`: what it holds of the depth memory between its chunks.
+    `stages`: those of this process. `wire`: bytes that it has sent to others. `kept`: what it holds of the depth memory between its chunks.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class Pipeline:
     ) -> None:
         self.wire, self.kept = Wire(), kept
         tokens = torch.empty(cut.tokens, dtype=torch.long, device="meta")
-        self._stages = [
+        self.stages = [
             ChunkStage(
                 chunk, cut, passages, tokens, stages=world.layout.pp, device=world.device, group=world.group("pp"), kept=kept,
                 wire=self.wire,
@@ -36,7 +36,7 @@ class Pipeline:
         self._first, self._last = chunks[0].first, chunks[-1].last
         self._count = 1
         kinds: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
-        stages = self._stages if world.layout.order == "interleaved" else self._stages[0]
+        stages = self.stages if world.layout.order == "interleaved" else self.stages[0]
         self._schedule = kinds[world.layout.order](stages, microbatches, loss_fn=self._loss, scale_grads=False)
 
     def step(self, tokens: Tensor, targets: Tensor, count: int) -> None:
@@ -47,7 +47,7 @@ class Pipeline:
     def evaluate(self, tokens: Tensor, targets: Tensor) -> None:
         """Forward of all micro-batches."""
         self._schedule.eval(*self._given(tokens), return_outputs=False, **self._wanted(targets))
-        for stage in self._stages:
+        for stage in self.stages:
             stage.clear_runtime_states()
 
     def _given(self, tokens: Tensor) -> tuple[Tensor, ...]:

@@ -174,7 +174,7 @@ class AttnRes(SourceBank):
 
     @property
     def looks_inside(self) -> bool:
-        return self.embedding_key is not None  # projected keys are made from what sub-layers feed their output projections
+        return super().looks_inside or self.embedding_key is not None  # projected keys are of the activation
 
     def _has_roles(self, site: int) -> bool:
         return self.config.roles != "shared" and site % 2 == 0 and site < self.body.sublayers
