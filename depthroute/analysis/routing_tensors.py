@@ -275,7 +275,7 @@ def locate_tensors(path: Path) -> dict[str, Path]:
         found = checkpoint.latest(path)
         if found is None:
             raise RequestError(f"{path} has no checkpoint yet; train it first.")
-        return _inside([found / checkpoint.MODEL])
+        return _inside([checkpoint.model_file(found)])
     indices = [path / INDEX] if (path / INDEX).exists() else sorted(path.glob("*.safetensors.index.json"))
     if len(indices) > 1:
         raise RequestError(f"{path} has several indices ({', '.join(index.name for index in indices)}); name one of them.")

@@ -13,7 +13,9 @@ import tyro
 from depthroute.cli.options import changes, read
 
 if TYPE_CHECKING:
+    from depthroute.cost.estimate import Device
     from depthroute.cost.shapes import Shape
+    from depthroute.train import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +30,13 @@ class Options:
     residual: str | None = None
     """For a recipe or a published shape: NAME[:BLOCK][,FIELD=VALUE...], such as block:8 or rd:8,rank=64."""
     set: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD=VALUE"), tyro.conf.UseAppendAction] = ()
-    """For a recipe: change a field of the model, such as model.width=640."""
+    """For a recipe: change a field, such as model.width=640; with --parallel train.sequences and train.microbatch too."""
     methods: bool = False
     """Only the residual methods side by side on this body."""
     sequence: int | None = None
     """Tokens of a sequence: trained on, prefilled, or already there when the next one is decoded. Default: the model's context."""
-    batch: int = 1
-    """Sequences at once."""
+    batch: int | None = None
+    """Sequences at once; with --parallel those of a whole training step. Default: 1; with --parallel what the recipe trains on."""
     chunk: int | None = None
     """Tokens of a prompt that a prefill takes at once. Default: all."""
     dtype: Literal["float32", "bfloat16", "float16", "float8"] = "bfloat16"
@@ -48,7 +50,7 @@ class Options:
     memory: float = 80.0
     """Of a device, GB."""
     link: float = 50.0
-    """Between pipeline stages, GB/s."""
+    """Between pipeline stages, GB/s; with --parallel of all that a process sends."""
     devices: int = 1
     """How many share the work evenly."""
     pipeline: int = 0
@@ -57,6 +59,9 @@ class Options:
     """Virtual stages on each physical one."""
     microbatches: int | None = None
     """Of a training step in the pipeline, each --batch sequences. Default: one a stage."""
+    parallel: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LAYOUT"), tyro.conf.UseAppendAction] = ()
+    """Only a training step on several processes, laid out as `depthroute train --parallel` takes it, such as pp:8,virtual=2,fsdp:8. Give
+    it several times to compare; docs/parallel.md."""
     groups: int = 8
     """Into how many groups of sub-layers Full AttnRes is read in the paper's table of traffic."""
     json: bool = False
@@ -69,30 +74,53 @@ def main(arguments: Sequence[str]) -> None:
     from depthroute.cost.shapes import SHAPES
     from depthroute.cost.sheet import Workload, cost_sheet, method_sheet
 
-    shape = _shape(options.target, options.residual, changes(options.set))
+    shape, settings = _shape(options.target, options.residual, changes(options.set))
     dense = options.target not in SHAPES
+    device = Device(
+        bandwidth=options.bandwidth, flops=options.flops, efficiency=options.efficiency, memory=options.memory, link=options.link,
+        number=options.devices,
+    )  # fmt: skip
+    sequence = shape.body.context if options.sequence is None else options.sequence
     if options.methods:
         sheet = method_sheet(shape, dense=dense)
+    elif options.parallel:
+        sheet = _layouts(options, shape, device, settings, sequence, dense)
     else:
-        device = Device(
-            bandwidth=options.bandwidth, flops=options.flops, efficiency=options.efficiency, memory=options.memory, link=options.link,
-            number=options.devices,
-        )  # fmt: skip
         workload = Workload(
-            sequence=shape.body.context if options.sequence is None else options.sequence, batch=options.batch, dtype=options.dtype,
-            chunk=options.chunk, stages=options.pipeline, virtual=options.virtual, microbatches=options.microbatches, groups=options.groups,
+            sequence=sequence, batch=1 if options.batch is None else options.batch, dtype=options.dtype, chunk=options.chunk,
+            stages=options.pipeline, virtual=options.virtual, microbatches=options.microbatches, groups=options.groups,
         )  # fmt: skip
         sheet = cost_sheet(shape, device, workload, dense=dense)
     if options.json:
         print(json.dumps(sheet, indent=2))
     elif options.methods:
         _table(sheet)
+    elif options.parallel:
+        _columns(sheet["layout"])
     else:
         _sections(sheet)
 
 
-def _shape(target: str, residual: str | None, settings: dict[str, Any]) -> Shape:
-    """The shape that a name or a folder stands for."""
+def _layouts(
+    options: Options, shape: Shape, device: Device, settings: TrainConfig | None, sequence: int, dense: bool
+) -> dict[str, dict[str, Any]]:
+    from depthroute.common.errors import RequestError
+    from depthroute.cost.sheet import layout_sheet
+    from depthroute.parallel.layout import parse_layout
+
+    sequences = options.batch if options.batch is not None else settings.sequences if settings is not None else None
+    if sequences is None:
+        raise RequestError(f"{options.target} is a published shape without a batch; --parallel needs --batch, the sequences of a step.")
+    microbatch = 1 if settings is None else settings.microbatch or sequences
+    layouts = [parse_layout(text) for text in options.parallel]
+    found = layout_sheet(
+        shape, device, layouts, sequences=sequences, microbatch=microbatch, context=sequence, dtype=options.dtype, dense=dense
+    )  # fmt: skip
+    return {"layout": found}
+
+
+def _shape(target: str, residual: str | None, settings: dict[str, Any]) -> tuple[Shape, TrainConfig | None]:
+    """The shape that a name or a folder stands for, and how it is trained if that is known."""
     from depthroute.common.errors import RequestError, choose
     from depthroute.cost.shapes import SHAPES, published, shape_of
     from depthroute.recipes import RECIPES, recipe, run_of
@@ -105,17 +133,18 @@ def _shape(target: str, residual: str | None, settings: dict[str, Any]) -> Shape
         shape = published(target)
         base = shape.body.residual
         assert isinstance(base, AttnResConfig)
-        return shape if residual is None else shape.with_residual(parse_residual(residual, base))
+        return shape if residual is None else shape.with_residual(parse_residual(residual, base)), None
     if target not in RECIPES and Path(target).is_dir():
         if residual or settings:
             raise RequestError(f"{target} is a folder; --residual and --set change recipes only.")
         config = recorded_config(Path(target))
         if config is None:
             raise RequestError(f"{target} is no run folder: it has no config.json.")
-        return shape_of(config.model)
+        return shape_of(config.model), config.train
     if target not in RECIPES:
         raise RequestError(choose("recipe, run folder or published shape", target, [*RECIPES, *SHAPES]))
-    return shape_of(run_of(recipe(target), Path(), residual=residual, settings=settings).model)
+    run = run_of(recipe(target), Path(), residual=residual, settings=settings)
+    return shape_of(run.model), run.train
 
 
 def _sections(sheet: Mapping[str, Mapping[str, Any]]) -> None:
@@ -132,6 +161,17 @@ def _table(sheet: Mapping[str, Mapping[str, Any]]) -> None:
     print(" " * first, *names, sep="  ")
     for method, facts in sheet.items():
         print(f"{method:<{first}}", *(f"{_text(name, facts[name]):>{len(name)}}" for name in names), sep="  ")
+
+
+def _columns(sheet: Mapping[str, Mapping[str, Any]]) -> None:
+    """A layout in each column. What does not apply to any of them is left out."""
+    names = [name for name in next(iter(sheet.values())) if any(facts[name] for facts in sheet.values()) or name == "fits"]
+    cells = {layout: [_text(name, facts[name]) for name in names] for layout, facts in sheet.items()}
+    widths = {layout: max(map(len, [layout, *column])) for layout, column in cells.items()}
+    first = max(map(len, names))
+    print("layout".ljust(first), *(layout.rjust(widths[layout]) for layout in cells), sep="  ")
+    for row, name in enumerate(names):
+        print(name.ljust(first), *(column[row].rjust(widths[layout]) for layout, column in cells.items()), sep="  ")
 
 
 def _text(name: str, value: Any) -> str:

@@ -76,7 +76,7 @@ def convert_low_rank(
     dataset = run_data(run, config, data)
     validation = dataset.tokens("validation")
     windows = torch.cat([torch.from_numpy(batch) for batch in evaluation_windows(validation, config.model.context, EXACT_TOKENS)])
-    rewrite = Rewrite(config.model, TensorReader(found / checkpoint.MODEL), rank)
+    rewrite = Rewrite(config.model, TensorReader(checkpoint.model_file(found)), rank)
     converted = dataclasses.replace(config, model=rewrite.target)
     with new_folder(out) as folder:
         difference = write_checkpoint(rewrite, windows[:, :-1], folder / "checkpoints" / found.name, state)

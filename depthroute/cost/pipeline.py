@@ -8,20 +8,23 @@ micro-batch from one of its chunks to the next:
 - "received": a stage keeps the sources that were sent to it, the cache of Attention Residuals, section 4.1 and Figure 3;
 - "all": it also keeps those that it made itself, which that section leaves out. Nothing is then sent twice to a stage.
 
+It is what `depthroute.parallel` sends, which finds it from a run and not from these rules; the tests hold one to the other.
+
 Numbers are tensors [width] a token: times width and bytes an element they are bytes a token. The backward pass sends the gradients of the
 same tensors the other way, so that a training step moves twice as much.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import Literal
+from typing import NamedTuple
 
 from depthroute.common.errors import RequestError
-
-Keeps = Literal["none", "received", "all"]
+from depthroute.parallel.layout import Keeps
+from depthroute.parallel.layout import Schedule as Order
 
 
 @dataclass(frozen=True)
@@ -86,16 +89,9 @@ def cached_formula(stages: int, virtual: int, blocks_per_chunk: Fraction | float
     return float((stages * (stages - 1) / Fraction(2) + (virtual - 1) * stages**2) * Fraction(blocks_per_chunk))
 
 
-def chunk_ends(sublayers: int, chunks: int) -> tuple[int, ...]:
-    """The 1-based last sub-layer of every chunk, as even as they can be in whole layers, or in sub-layers if there are too few layers.
-
-    Raises:
-        RequestError: more chunks than sub-layers.
-    """
-    if not 1 <= chunks <= sublayers:
-        raise RequestError(f"{chunks} chunks are not allowed; {sublayers} sub-layers make 1 to {sublayers} (stages x virtual stages).")
-    unit = 2 if chunks <= sublayers // 2 and sublayers % 2 == 0 else 1
-    return tuple(unit * (sublayers // unit * number // chunks) for number in range(1, chunks + 1))
+def cached_with_own_formula(stages: int, virtual: int, blocks_per_chunk: Fraction | float) -> float:
+    """Eq. 8 less (V - 1) P N_p, in tensors a token: a stage that keeps its own blocks too is not sent them again."""
+    return cached_formula(stages, virtual, blocks_per_chunk) - float((virtual - 1) * stages * Fraction(blocks_per_chunk))
 
 
 def pipeline_traffic(block_ends: tuple[int, ...], ends_of_chunks: tuple[int, ...], stages: int, keeps: Keeps) -> PipelineTraffic:
@@ -103,7 +99,7 @@ def pipeline_traffic(block_ends: tuple[int, ...], ends_of_chunks: tuple[int, ...
 
     Args:
         block_ends: the 1-based last sub-layer of every block; the last entry is the number of sub-layers.
-        ends_of_chunks: the same for chunks, as `chunk_ends` gives them.
+        ends_of_chunks: the same for chunks, as `depthroute.parallel.cut.chunk_ends` gives them.
 
     Raises:
         RequestError: the two do not end alike, fewer than two stages, or chunks that do not fill whole rounds over them.
@@ -175,38 +171,69 @@ def schedule(
     Raises:
         RequestError: with virtual stages, micro-batches that are no multiple of the stages.
     """
-    chunks = len(ends_of_chunks)
+    traffic = pipeline_traffic(block_ends, ends_of_chunks, stages, keeps)
+    held = [0] * stages  # tensors
+    most, sent = 0, 0
+    passes = timed([1.0] * len(ends_of_chunks), stages, microbatches)
+    for event in passes:
+        sent += traffic.transfers[event.chunk - 1].tensors if event.chunk else 0
+        held[event.stage] += _change(traffic.kept, event.chunk, stages, event.backward)
+        most = max(most, held[event.stage])
+    return Schedule(time=max(event.end for event in passes), bubble=bubble(passes, stages), sent=sent, most_held=most)
+
+
+class Event(NamedTuple):
+    """A pass of one micro-batch through one chunk: how long it takes and when it is over."""
+
+    stage: int
+    backward: bool
+    chunk: int
+    batch: int
+    length: float
+    end: float
+
+
+def timed(lengths: Sequence[float], stages: int, microbatches: int, order: Order = "1f1b") -> list[Event]:
+    """A step of a pipeline. The events of a stage come in the order in which it runs them.
+
+    Args:
+        lengths: of a forward pass of one micro-batch through every chunk; a backward pass takes twice as long.
+        order: "gpipe", all forward passes before the first backward pass; else 1F1B, interleaved where a stage has several chunks.
+
+    Raises:
+        RequestError: with virtual stages in 1F1B, micro-batches that are no multiple of the stages.
+    """
+    chunks = len(lengths)
     virtual = chunks // stages
     if microbatches < 1 or (virtual > 1 and microbatches % stages):
         raise RequestError(
             f"{microbatches} micro-batches are not allowed; with virtual stages they are a multiple of the {stages} stages, else 1 or more."
         )
-    traffic = pipeline_traffic(block_ends, ends_of_chunks, stages, keeps)
-    orders = [_order(stage, stages, virtual, microbatches) for stage in range(stages)]
+    orders = [_order(stage, stages, virtual, microbatches, order) for stage in range(stages)]
     done: dict[tuple[bool, int, int], float] = {}  # when (backward, chunk, micro-batch) is ready
-    clock, place, busy = [0.0] * stages, [0] * stages, 0.0
-    held = [0] * stages  # tensors
-    most, sent = 0, 0
+    clock, place = [0.0] * stages, [0] * stages
+    found: list[Event] = []
     while any(place[stage] < len(orders[stage]) for stage in range(stages)):
-        moved = False
-        for stage, order in enumerate(orders):
-            while place[stage] < len(order):
-                backward, chunk, batch = order[place[stage]]
+        before = len(found)
+        for stage, own in enumerate(orders):
+            while place[stage] < len(own):
+                backward, chunk, batch = own[place[stage]]
                 needs = _needs(backward, chunk, batch, chunks)
                 if needs is not None and needs not in done:
                     break
-                length = 2.0 if backward else 1.0
+                length = lengths[chunk] * (1 + backward)
                 clock[stage] = max(clock[stage], 0.0 if needs is None else done[needs]) + length
                 done[backward, chunk, batch] = clock[stage]
-                busy, moved = busy + length, True
+                found.append(Event(stage, backward, chunk, batch, length, clock[stage]))
                 place[stage] += 1
-                sent += traffic.transfers[chunk - 1].tensors if chunk else 0
-                held[stage] += _change(traffic.kept, chunk, stages, backward)
-                most = max(most, held[stage])
-        if not moved:
+        if len(found) == before:
             raise RequestError("the schedule cannot go on; this is a mistake in the order of the stages.")
-    time = max(clock)
-    return Schedule(time=time, bubble=1 - busy / (time * stages), sent=sent, most_held=most)
+    return found
+
+
+def bubble(events: Sequence[Event], stages: int) -> float:
+    """The part of a step in which a stage waits, over all stages."""
+    return 1 - sum(event.length for event in events) / (max(event.end for event in events) * stages)
 
 
 def _change(kept: tuple[int, ...], chunk: int, stages: int, backward: bool) -> int:
@@ -223,7 +250,7 @@ def _needs(backward: bool, chunk: int, batch: int, chunks: int) -> tuple[bool, i
     return (True, chunk + 1, batch) if chunk + 1 < chunks else (False, chunk, batch)
 
 
-def _order(stage: int, stages: int, virtual: int, microbatches: int) -> list[tuple[bool, int, int]]:
+def _order(stage: int, stages: int, virtual: int, microbatches: int, order: Order) -> list[tuple[bool, int, int]]:
     """(backward, chunk, micro-batch) of a stage in turn: a warm-up of forwards, one forward and one backward in turn, the rest.
 
     Micro-batches go through in groups of as many as there are stages: a group passes all virtual stages before the next one starts.
@@ -236,8 +263,8 @@ def _order(stage: int, stages: int, virtual: int, microbatches: int) -> list[tup
                 forwards.append((False, level * stages + stage, batch))
                 backwards.append((True, (virtual - 1 - level) * stages + stage, batch))
     warm_up = stages - 1 - stage if virtual == 1 else 2 * (stages - 1 - stage) + (virtual - 1) * stages
-    warm_up = min(warm_up, len(forwards))
-    order = forwards[:warm_up]
+    warm_up = len(forwards) if order == "gpipe" else min(warm_up, len(forwards))
+    passes = forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-        order += [forward, backward]
-    return order + backwards[len(forwards) - warm_up :]
+        passes += [forward, backward]
+    return passes + backwards[len(forwards) - warm_up :]

@@ -5,6 +5,7 @@ Sizes are in bytes, times in seconds, traffic and activations per token unless t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any, get_args
@@ -26,14 +27,16 @@ from depthroute.cost.estimate import (
     training,
     training_memory,
 )
+from depthroute.cost.layouts import layout_cost
 from depthroute.cost.memory import training_activations
-from depthroute.cost.pipeline import Keeps, cached_formula, naive_formula, plain_stream
+from depthroute.cost.pipeline import cached_formula, cached_with_own_formula, naive_formula, plain_stream
 from depthroute.cost.recorded import carried_numbers
 from depthroute.cost.shapes import Shape
 from depthroute.cost.summary import parameter_parts, residual_parameters
 from depthroute.cost.traffic import FORMULAS, least_traffic, table_traffic
 from depthroute.cost.work import body_work, routing_work
 from depthroute.model import ModelConfig
+from depthroute.parallel.layout import Keeps, Layout
 from depthroute.residual import SPECIFICATIONS, AttnResConfig, parse_residual
 from depthroute.residual.bank import BankConfig
 
@@ -94,6 +97,42 @@ def cost_sheet(shape: Shape, device: Device, workload: Workload, *, dense: bool)
             sheet[name] |= {f"held_{part}": value for part, value in _sizes(needs).items()}
     if work.stages:
         sheet["pipeline"] = _pipeline(shape, device, work)
+    return sheet
+
+
+def layout_sheet(
+    shape: Shape, device: Device, layouts: Sequence[Layout], *, sequences: int, microbatch: int, context: int, dtype: Dtype, dense: bool
+) -> dict[str, Facts]:
+    """A training step in each of `layouts`, by how it is typed: what the fullest process holds, what one sends at most, and time.
+
+    `sequences`: of the whole step. `microbatch`: of one pass, at most. The dtype is float32, or bfloat16 for mixed precision.
+
+    Raises:
+        RequestError: a layout that does not fit, or another dtype.
+    """
+    if dtype not in ("float32", "bfloat16"):
+        raise RequestError(f"dtype = {dtype!r} is not allowed with a layout; training takes bfloat16 (mixed precision) or float32.")
+    sheet: dict[str, Facts] = {}
+    for layout in layouts:
+        found = layout_cost(
+            shape, device, layout, sequences=sequences, microbatch=microbatch, context=context, mixed=dtype == "bfloat16", dense=dense
+        )  # fmt: skip
+        held, sent = found.fullest, found.busiest
+        sheet[layout.describe()] = {
+            "processes": found.processes,
+            "microbatches": found.microbatches,
+            "sequences_each": found.microbatch,
+            **{f"{name}_bytes": value for name, value in asdict(held).items() if value is not None},
+            "held_bytes": held.total,
+            "fits": held.total <= device.memory * 1e9,
+            **{f"sent_{name}_bytes": value for name, value in asdict(sent).items()},
+            "sent_bytes": sent.total,
+            "bubble_percent": 100 * found.bubble,
+            "computing_seconds": found.computing,
+            "communicating_seconds": found.communicating,
+            "seconds": found.seconds,
+            "tokens_per_second": sequences * context / found.seconds,
+        }
     return sheet
 
 
@@ -186,6 +225,7 @@ def _pipeline(shape: Shape, device: Device, work: Workload) -> Facts:
         "plain_tensors": plain_stream(work.stages, work.virtual),
         "formula_naive": naive_formula(work.stages, work.virtual, per_chunk),
         "formula_cached": cached_formula(work.stages, work.virtual, per_chunk),
+        "formula_cached_with_own": cached_with_own_formula(work.stages, work.virtual, per_chunk),
     }
     policies: tuple[Keeps, ...] = get_args(Keeps)
     for keeps in policies:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from depthroute.common.files import read_json
 from depthroute.data import TokenDataset
 from depthroute.model import Decoder
 from depthroute.train import RunConfig, checkpoint, load_trained
@@ -54,7 +53,7 @@ def open_subject(run: Path, *, data: Path | None = None, device: Device = "auto"
     config, model = load_trained(run)
     dataset = run_data(run, config, data)
     _, found = run_and_checkpoint(run)
-    weights: str = read_json(found / checkpoint.STATE)["files"][checkpoint.MODEL]["sha256"]
+    weights = checkpoint.model_sha256(found)
     where = resolve_device(device)
     return Subject(
         path=run,

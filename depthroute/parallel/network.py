@@ -36,6 +36,7 @@ class Network:
     Attributes:
         parts: The decoders of this process's chunks, with the parameters that are here, under their names in the whole model.
         named: Those parameters by name, in shards where they are sharded.
+        owned: Those of them that no earlier stage has too: over all stages each comes once.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Network:
                     f"method {config.residual.describe()}; leave virtual out."
                 )
         self._shared = SharedParameters(plan, world, [(chunk.number, chunk.decoder) for chunk in self._chunks])
+        self.owned = [(name, parameter) for name, parameter in self.named if self._shared.is_first(name)]
         self._targets: Sequence[Tensor] = ()
         self._marked: Sequence[Tensor] = ()
         self._measured: list[tuple[Tensor, Tensor]] = []
@@ -159,7 +161,7 @@ class Network:
 
     def gradient_norm(self) -> float:
         """Of all gradients of the model."""
-        own = [parameter.grad for parameter in self._shared.first if parameter.grad is not None]
+        own = [parameter.grad for _, parameter in self.owned if parameter.grad is not None]
         squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for group in by_mesh(own):
             squares += whole(get_total_norm(group)).double().square()
@@ -170,7 +172,7 @@ class Network:
     def clip(self, limit: float, norm: float) -> None:
         """Scale the gradients to a norm of `limit`, as torch's clipping does."""
         for group in by_mesh([parameter for _, parameter in self.named]):
-            clip_grads_with_norm_(group, limit, torch.tensor(norm, device=self.world.device))
+            clip_grads_with_norm_(group, limit, torch.tensor(norm, dtype=torch.float64, device=self.world.device))
 
     def agreed(self, wish: bool) -> bool:
         """Whether any process wishes it."""

@@ -14,21 +14,18 @@ from depthroute.parallel.world import World
 
 
 class SharedParameters:
-    """Each chunk that uses such a parameter has its own, all with the same values: they get the same gradient and take the same steps.
-
-    `first`: the parameters of this process without those that an earlier chunk has too, so that over all processes each comes once.
-    """
+    """Each chunk that uses such a parameter has its own, all with the same values: they get the same gradient and take the same steps."""
 
     def __init__(self, cut: Cut, world: World, decoders: Sequence[tuple[int, Decoder]]) -> None:
         users, stages = cut.shared(), world.layout.pp
-        self.first: list[nn.Parameter] = []
         self._own: dict[str, nn.Parameter] = {}
+        self._elsewhere: set[str] = set()
         for number, decoder in decoders:
             for name, parameter in decoder.named_parameters():
                 if name in users:
                     self._own[name] = parameter
-                if name not in users or users[name][0] == number:
-                    self.first.append(parameter)
+                    if users[name][0] != number:
+                        self._elsewhere.add(name)
         self._groups: dict[str, distributed.ProcessGroup] = {}
         lines = world.mesh.mesh.reshape(stages, -1).T.tolist()
         made: dict[tuple[int, ...], distributed.ProcessGroup | None] = {}
@@ -39,6 +36,10 @@ class SharedParameters:
             group = made[holders]
             if group is not None and name in self._own:
                 self._groups[name] = group
+
+    def is_first(self, name: str) -> bool:
+        """Whether no earlier chunk has a parameter of this process."""
+        return name not in self._elsewhere
 
     @torch.no_grad()
     def add_up(self) -> None:

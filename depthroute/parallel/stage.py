@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +39,9 @@ class ChunkStage(PipelineStage):
     ) -> None:  # fmt: skip
         """`tokens`: like a micro-batch's, on the meta device. `stages`: processes of the pipeline."""
         number, last = chunk.number, cut.chunks - 1
-        arriving = (tokens,) if number == 0 else _like(cut, passages.sent[number - 1])
-        leaving = (torch.empty((), device="meta"),) if number == last else _like(cut, passages.sent[number])
-        super().__init__(chunk, number, cut.chunks, device, input_args=arriving, output_args=leaving, group=group)
+        self._arriving = (tokens,) if number == 0 else _like(cut, passages.sent[number - 1])
+        self._leaving = (torch.empty((), device="meta"),) if number == last else _like(cut, passages.sent[number])
+        super().__init__(chunk, number, cut.chunks, device, input_args=self._arriving, output_args=self._leaving, group=group)
         self._chunk, self._kept, self._wire = chunk, kept, wire
         self._ends = number + stages > last, number < stages  # whether it is the process's last chunk, and its first
 
@@ -64,12 +64,12 @@ class ChunkStage(PipelineStage):
         return found
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[distributed.P2POp]:
-        self._allot(self.args_recv_info[fwd_chunk_id])
+        self._allot(self.args_recv_info, fwd_chunk_id, self._arriving)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[distributed.P2POp]:
         if self.has_backward and not self.is_last:
-            self._allot(self.grad_recv_info[bwd_chunk_id])
+            self._allot(self.grad_recv_info, bwd_chunk_id, self._leaving)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[distributed.P2POp]:
@@ -82,25 +82,18 @@ class ChunkStage(PipelineStage):
         self._wire.backward += _bytes(sent)
         return sent
 
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        super()._setup_forward_recv_info(num_microbatches, has_backward)
-        for infos in self.args_recv_info.values():
-            _let_go(infos)
-
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        super()._setup_backward_recv_info(num_microbatches)
-        for infos in self.grad_recv_info.values():
-            _let_go(infos)
-
-    def _allot(self, infos: Sequence[Any]) -> None:
-        for info in infos:
-            if not info.is_root_arg and info.buffer is None and info.tensor_meta is not None:
-                info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device)
+    def _allot(self, buffers: Mapping[int, Sequence[Any]], microbatch: int, like: Sequence[Tensor]) -> None:
+        """Make the buffers of a micro-batch. Those of later ones are what torch has made ahead, if there are any."""
+        for later in range(microbatch + 1, len(buffers)):
+            _let_go(buffers[later])
+        for info, tensor in zip(buffers[microbatch], like, strict=True):
+            if getattr(info, "buffer", tensor) is None:
+                info.buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
 
 
 def _let_go(infos: Sequence[Any]) -> None:
     for info in infos:
-        if not info.is_root_arg:
+        if hasattr(info, "buffer"):  # what is no tensor from another stage has none
             info.buffer = None
 
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
-from depthroute.common.errors import FailureError, RequestError
+from depthroute.common.errors import DepthrouteError, FailureError, RequestError
 from depthroute.parallel.layout import AXES, Layout
 
 PATIENCE = timedelta(minutes=10)  # with a process that is alive and says nothing; one that ended is noticed at once
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,8 @@ def joined(layout: Layout, device: str) -> Iterator[World]:
         device: "cpu" (gloo) or "cuda" (NCCL, the GPU of the process's local rank).
 
     Raises:
-        RequestError: torchrun did not start this process, or another number of them than the layout has.
+        RequestError: torchrun did not start this process, or another number of them than the layout has, or more on this machine than it
+            has GPUs.
         FailureError: another process of the run ended or cannot be reached.
     """
     size = started()
@@ -81,13 +90,30 @@ def joined(layout: Layout, device: str) -> Iterator[World]:
     place = torch.device(device)
     if device == "cuda":
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        if max(local, place.index + 1) > gpus:
+            raise RequestError(f"torchrun started {local} processes on this machine, and it has {gpus} GPUs; each takes one of them.")
         torch.cuda.set_device(place)
     with lost_processes_named():
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=PATIENCE)
+        store, times = _store(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+        distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=PATIENCE, rank=int(os.environ["RANK"]), world_size=size,
+            store=PrefixStore(f"joined {next(times)}", store),
+        )  # fmt: skip
         try:
             yield meshes(layout, place)
         finally:
             distributed.destroy_process_group()
+
+
+@lru_cache(maxsize=1)
+def _store(address: str, port: str) -> tuple[Store, Iterator[int]]:
+    """Where the processes that meet at an address find each other, and numbers for the times that they do.
+
+    It outlives a group: were it opened again for the next one, a process that is early would meet the others of the last one there.
+    """
+    store, _, _ = next(rendezvous("env://", timeout=PATIENCE))
+    return store, itertools.count()
 
 
 def meshes(layout: Layout, device: torch.device) -> World:
@@ -98,6 +124,27 @@ def meshes(layout: Layout, device: torch.device) -> World:
     return World(layout, device, mesh, tokens)
 
 
+def from_first(make: Callable[[], Value]) -> Value:
+    """What `make` gives on the first process, on every one; where it fails, it fails on every one, for the same reason.
+
+    Every process calls this; only the first calls `make`.
+    """
+    outcome: list[Any] = [None, None]
+    if distributed.get_rank() == 0:
+        try:
+            outcome[0] = make()
+        except DepthrouteError as error:
+            outcome[1] = error
+        except Exception as error:
+            outcome[1] = FailureError(f"{type(error).__name__} on the first process: {error}")
+            outcome[1].__cause__ = error
+    distributed.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    value: Value = outcome[0]
+    return value
+
+
 @contextmanager
 def lost_processes_named() -> Iterator[None]:
     """Turn what a process sees when another one is gone into one sentence."""
@@ -106,16 +153,19 @@ def lost_processes_named() -> Iterator[None]:
     except RuntimeError as error:
         if not _of_communication(error):
             raise
+        # "[.../gloo/transport/tcp/pair.cc:537] Connection closed by peer [10.0.0.2]:42896. This is typically caused by ..."
+        reason = re.sub(r"^\[\S*\] ", "", (str(error).strip().splitlines() or [""])[0]).partition(". ")[0]
         raise FailureError(
-            f"another process of this run has ended or cannot be reached ({str(error).strip().splitlines()[0][:200]}). The last checkpoint "
-            "is whole; run the same command again to continue from it."
+            f"another process of this run has ended or cannot be reached ({reason[:200]}). The last checkpoint is whole; run the same "
+            "command again to continue from it."
         ) from error
 
 
 def _of_communication(error: BaseException) -> bool:
     """Whether an error, or what it comes from, is one of the transport between processes."""
     words = ("gloo", "NCCL", "Connection reset", "Connection closed", "Connection refused", "Broken pipe", "TCPStore", "Timed out waiting")
-    found: BaseException | None = error
+    # A sentence of ours may say anything, such as the path of a folder; what it comes from tells.
+    found: BaseException | None = error.__cause__ if isinstance(error, DepthrouteError) else error
     while found is not None:
         if isinstance(found, distributed.DistError) or any(word in str(found) for word in words):
             return True

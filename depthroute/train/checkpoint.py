@@ -287,7 +287,7 @@ def _reading(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, FileNotFoundError, CheckpointException) as error:
-        raise unusable(checkpoint, f"its shards cannot be read ({str(error).strip().rpartition(chr(10))[2]})") from error
+        raise unusable(checkpoint, f"its files cannot be read ({str(error).strip().rpartition(chr(10))[2]})") from error
 
 
 def unusable(checkpoint: Path, reason: str) -> FailureError:

@@ -14,8 +14,10 @@ class Interruption:
     Signals belong to the main thread; in another one nothing is caught.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, passed_on: bool = False) -> None:
+        """`passed_on`: torchrun passes SIGTERM on, also to processes that have had it already, so that a second one says nothing new."""
         self.requested = False
+        self._passed_on = passed_on
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interruption:
@@ -29,10 +31,10 @@ class Interruption:
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
-        self._restore()
+        self._restore(keep=signal.SIGTERM if self._passed_on else None)
 
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
+    def _restore(self, keep: int | None = None) -> None:
+        for number in self._previous.keys() - {keep}:
+            handler = self._previous.pop(number)
             # None: set by something that is not Python, and only that could put it back
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._previous.clear()

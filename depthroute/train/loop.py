@@ -23,13 +23,13 @@ from depthroute.common.errors import FailureError, RequestError
 from depthroute.common.files import read_json
 from depthroute.data import BatchOrder, TokenDataset, evaluation_windows
 from depthroute.parallel.layout import Layout
-from depthroute.parallel.world import World, first, joined, started
+from depthroute.parallel.world import first, joined, started
 from depthroute.train import checkpoint
 from depthroute.train.config import RunConfig
 from depthroute.train.console import Console, duration
 from depthroute.train.devices import keep_freed_memory, peak_memory_bytes, resolve_device, resolve_precision
 from depthroute.train.environment import environment
-from depthroute.train.evaluation import evaluate
+from depthroute.train.evaluation import Evaluation, evaluate
 from depthroute.train.interruption import Interruption
 from depthroute.train.on_many import OnMany
 from depthroute.train.on_one import OnOne
@@ -80,14 +80,18 @@ def train(
     folder = RunFolder(directory, writes=first())
     if config.train.device == "cpu":
         keep_freed_memory()
-    with _threads(config.train.threads), Interruption() as interruption, ExitStack() as stack:
+    with _threads(config.train.threads), Interruption(passed_on=layout is not None) as interruption, ExitStack() as stack:
         facts = environment(config.train.device) | {"data": to_json(data.manifest)}
-        world = None
-        if layout is not None:
+        workers: OnOne | OnMany
+        if layout is None:
+            stack.enter_context(folder.claimed(config, facts))
+            workers = OnOne(config)
+        else:
             world = stack.enter_context(joined(layout, config.train.device))
             facts["parallel"] = {"layout": world.layout.describe(), "processes": world.layout.processes}
-        stack.enter_context(folder.claimed(config, facts))
-        run = _Run(config, folder, data, interruption, world)
+            workers = OnMany(config, world)  # before the folder is this run's: a layout that does not fit leaves nothing in it
+            workers.from_first(lambda: stack.enter_context(folder.claimed(config, facts)))
+        run = _Run(config, folder, data, interruption, workers)
         return run.complete(facts, visible=console and first(), sinks=sinks if first() else ())
 
 
@@ -114,7 +118,7 @@ def resolve(config: RunConfig, recorded: RunConfig | None = None, *, here: bool 
 
 class _Run:
     def __init__(
-        self, config: RunConfig, folder: RunFolder, data: TokenDataset, interruption: Interruption, world: World | None
+        self, config: RunConfig, folder: RunFolder, data: TokenDataset, interruption: Interruption, workers: OnOne | OnMany
     ) -> None:
         self.config = config
         self.settings = config.train
@@ -129,7 +133,7 @@ class _Run:
             number_of_tokens=len(self.training_tokens), context=config.model.context,
             sequences=self.settings.sequences, seed=self.settings.seed,
         )
-        self.workers = OnOne(config) if world is None else OnMany(config, world)
+        self.workers = workers
         self.step = 0
         self.saved: int | None = None  # the step of the last checkpoint, or of the one that is being written
         self.peak_memory = 0
@@ -141,7 +145,8 @@ class _Run:
         console = _console(self.config, self.folder.path, self.step, visible=visible, writes=self.workers.first)
         complete = False
         try:
-            self._announce(console, facts)
+            if self.workers.first:
+                self._announce(console, facts)
             self.folder.sinks = Sinks(sinks, self.config, self.folder.path, console.line)
             self._milestone(console)
             while self.step < steps:
@@ -157,11 +162,8 @@ class _Run:
             self._save()
             self.workers.saved()
             self._note_memory()
-            if self.workers.first:
-                self.folder.write_result(self._result())
-            complete = self.workers.told(True)
-            result = recorded_result(self.folder.path)
-            assert result is not None
+            result = self.workers.from_first(self._write_result)
+            complete = True
             console.line(
                 f"complete: validation NLL {result['nll']:.4f}, perplexity {result['perplexity']:.2f}, "
                 f"{result['tokens_per_second']['median']:,.0f} tokens/s, {duration(result['training_seconds'])} of training"
@@ -176,13 +178,12 @@ class _Run:
             console.close()
 
     def _resume(self) -> None:
-        found = checkpoint.latest(self.folder.path)
+        found = self.workers.from_first(lambda: checkpoint.latest(self.folder.path))
         if found is not None:
             state = self.workers.load(found)
             self.step = self.saved = state["step"]
             self.peak_memory = state["peak_memory_bytes"]
-        self.workers.told(True)  # nobody reads the folder while it is cut back
-        self.folder.cut_back(self.step)
+        self.workers.from_first(lambda: self.folder.cut_back(self.step))
 
     def _announce(self, console: Console, facts: dict[str, Any]) -> None:
         counts = self.workers.parameter_counts
@@ -231,7 +232,7 @@ class _Run:
 
     def _evaluated(self) -> bool:
         due = self.step == self.settings.steps or self.step in self.settings.milestones
-        return not due or self.workers.told(any(line["step"] == self.step for line in self.folder.evaluations()))
+        return not due or self.workers.from_first(lambda: any(line["step"] == self.step for line in self.folder.evaluations()))
 
     def _milestone(self, console: Console) -> None:
         """Evaluate if this step asks for it. When it is interrupted, the run that continues catches up on it first."""
@@ -243,13 +244,16 @@ class _Run:
             microbatch=self.workers.evaluation_rows, device=settings.device, precision=settings.precision,
             boundaries=self.validation_boundaries, markers=self.markers, stop=lambda: self.workers.agreed(self.interruption.requested),
         )
-        if measured is not None and self.workers.first:
-            if self.step == settings.steps and measured.documents is not None:
-                measured.documents.write(self.folder.path)  # before the lines, which say that this evaluation is done
-            where = {"step": self.step, "tokens": self.step * self.config.tokens_per_step}
-            self.folder.add_evaluation(*({**where, "split": split, **fields} for split, fields in measured.splits.items()))
-            line = measured.splits["validation"]
-            console.line(f"step {self.step}/{settings.steps}  validation NLL {line['nll']:.4f}  perplexity {line['perplexity']:.2f}")
+        if measured is not None:
+            self.workers.from_first(lambda: self._record(measured, console))
+
+    def _record(self, measured: Evaluation, console: Console) -> None:
+        if self.step == self.settings.steps and measured.documents is not None:
+            measured.documents.write(self.folder.path)  # before the lines, which say that this evaluation is done
+        where = {"step": self.step, "tokens": self.step * self.config.tokens_per_step}
+        self.folder.add_evaluation(*({**where, "split": split, **fields} for split, fields in measured.splits.items()))
+        line = measured.splits["validation"]
+        console.line(f"step {self.step}/{self.settings.steps}  validation NLL {line['nll']:.4f}  perplexity {line['perplexity']:.2f}")
 
     def _save(self) -> None:
         if self.saved == self.step:
@@ -265,20 +269,21 @@ class _Run:
             self._save()
             self.workers.saved()
         text = f"interrupted after step {self.step}; run the same command again to continue in {self.folder.path}"
-        console.line(text)
+        # the first process has the checkpoint in its place last, and torchrun ends the others when one has ended
+        self.workers.from_first(lambda: console.line(text))
         raise KeyboardInterrupt(text)
 
     def _note_memory(self) -> None:
         self.peak_memory = self.workers.largest(max(self.peak_memory, peak_memory_bytes(self.settings.device)))
 
-    def _result(self) -> dict[str, Any]:
+    def _write_result(self) -> dict[str, Any]:
         last = [line for line in self.folder.evaluations() if line["split"] == "validation"][-1]
         metrics = self.folder.metrics()
         seconds = [line["seconds"] for line in metrics]
         norms = [line["gradient_norm"] for line in metrics]
         limit = self.settings.gradient_clip
         clipped = sum(limit is not None and norm > limit for norm in norms)
-        return {
+        self.folder.write_result({
             "status": "complete",
             "step": self.step,
             "tokens": self.step * self.config.tokens_per_step,
@@ -292,7 +297,10 @@ class _Run:
             "peak_memory_bytes": self.peak_memory,
             "training_seconds": sum(seconds),
             "gradient_norm": {"mean": sum(norms) / len(norms), "maximum": max(norms), "fraction_clipped": clipped / len(norms)},
-        }
+        })
+        result = recorded_result(self.folder.path)
+        assert result is not None
+        return result
 
 
 def for_data(config: RunConfig, data: TokenDataset) -> RunConfig:

@@ -6,7 +6,7 @@ that it holds by its name. Losses and weights are then the same up to rounding, 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, distributed
 from depthroute.data import BatchOrder
 from depthroute.model import Decoder
 from depthroute.parallel.network import Network
-from depthroute.parallel.world import World
+from depthroute.parallel.world import Value, World, from_first
 from depthroute.train import sharded
 from depthroute.train.config import RunConfig
 from depthroute.train.initialise import initialise
@@ -73,10 +73,8 @@ class OnMany:
     def agreed(self, wish: bool) -> bool:
         return self.largest(int(wish)) > 0
 
-    def told(self, value: bool) -> bool:
-        said = torch.tensor(float(value), device=self.world.device)
-        distributed.broadcast(said, src=0)
-        return bool(said.item())
+    def from_first(self, make: Callable[[], Value]) -> Value:
+        return from_first(make)
 
     def largest(self, value: int) -> int:
         found = torch.tensor(value, device=self.world.device)

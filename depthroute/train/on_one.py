@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from depthroute.data import BatchOrder
 from depthroute.model import Decoder
+from depthroute.parallel.world import Value
 from depthroute.train import checkpoint
 from depthroute.train.config import RunConfig
 from depthroute.train.devices import autocast
@@ -68,9 +69,9 @@ class OnOne:
         """Whether any process wishes it."""
         return wish
 
-    def told(self, value: bool) -> bool:
-        """What the first process says."""
-        return value
+    def from_first(self, make: Callable[[], Value]) -> Value:
+        """What `make` gives on the first process, which alone calls it; where it fails there, it fails on all."""
+        return make()
 
     def largest(self, value: int) -> int:
         """Over the processes."""

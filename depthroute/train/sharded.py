@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -32,6 +33,8 @@ from depthroute.train.run_folder import root_of
 
 Group = distributed.ProcessGroup
 Value = TypeVar("Value")
+
+PATIENCE = timedelta(hours=6)  # others wait while one rank hashes a large checkpoint; a rank that is gone is noticed at once
 
 _groups: WeakKeyDictionary[Group, Group] = WeakKeyDictionary()
 
@@ -85,6 +88,7 @@ def save(
     with ExitStack() as stack:
         temporary = Path(_from_first(lambda: str(stack.enter_context(new_folder(target))), group))
         writer = HuggingFaceStorageWriter(str(temporary), save_distributed=True)  # the usual writer would pickle its index
+        writer.per_thread_copy_ahead = 0  # all is on the CPU by then; else the thread of every rank would open the first GPU for it
         shards = async_save({name: _dense(tensor) for name, tensor in tensors.items()}, storage_writer=writer, process_group=group)
         assert not isinstance(shards, AsyncSaveResponse)  # which only a stager of one's own gives
         completing = stack.pop_all()
@@ -213,7 +217,7 @@ def _own_group() -> Group | None:
     everyone = distributed.group.WORLD
     assert everyone is not None
     if everyone not in _groups:
-        _groups[everyone] = distributed.new_group(backend="gloo")
+        _groups[everyone] = distributed.new_group(backend="gloo", timeout=PATIENCE)
     return _groups[everyone]
 
 

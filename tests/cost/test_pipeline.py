@@ -7,21 +7,26 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from depthroute.common.errors import RequestError
 from depthroute.cost.pipeline import (
-    Keeps,
     PipelineTraffic,
+    bubble,
     cached_formula,
-    chunk_ends,
+    cached_with_own_formula,
     naive_formula,
     pipeline_traffic,
     plain_stream,
     schedule,
+    timed,
 )
-from depthroute.residual import block_ends
+from depthroute.model import ModelConfig
+from depthroute.parallel.cut import chunk_ends, cut, layers_of_chunks, passages
+from depthroute.parallel.layout import Keeps
+from depthroute.residual import block_ends, parse_residual
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "attention_residuals.json").read_text(encoding="utf-8"))["pipeline"]
 STAGES, VIRTUAL = st.integers(2, 6), st.integers(1, 5)
@@ -66,6 +71,29 @@ def test_a_stage_that_keeps_its_own_blocks_saves_what_the_paper_sends_again(stag
     assert received.blocks - everything.blocks == (virtual - 1) * stages * per_chunk
 
 
+@given(STAGES, VIRTUAL, st.integers(1, 3))
+def test_and_the_formula_for_that_is_exact(stages: int, virtual: int, per_chunk: int) -> None:
+    assert even(stages, virtual, Fraction(per_chunk), "all").blocks == cached_with_own_formula(stages, virtual, per_chunk)
+
+
+@pytest.mark.parametrize("block", [None, 2, 4, 3, 5])
+def test_the_transport_sends_what_is_counted(block: int | None) -> None:
+    """The one is found from a run of the model on tensors without memory, the other from where blocks and chunks end."""
+    method = "full" if block is None else f"block:{block}"
+    config = ModelConfig(vocabulary=17, width=12, layers=8, heads=2, mlp_width=20, context=8, residual=parse_residual(method))
+    for stages, virtual in ((2, 1), (2, 2), (4, 1), (4, 2)):
+        chunks = stages * virtual
+        plan = cut(config, layers_of_chunks(8, chunks), rows=2, tokens=8, kind="cpu", dtype=torch.float32, precision=None)
+        for keeps, formula in (("none", naive_formula), ("received", cached_formula), ("all", cached_with_own_formula)):
+            sent = [len(numbers) for numbers in passages(plan, stages, keeps).sent]
+            counted = pipeline_traffic(block_ends(16, block=block), chunk_ends(16, chunks), stages, keeps)
+            assert sent == [transfer.tensors for transfer in counted.transfers]
+            per_chunk = Fraction(16, chunks * (block or 1))
+            if per_chunk.denominator == 1:  # every chunk closes whole blocks: no partial sum, and the embedding
+                embeddings = chunks - 1 if keeps == "none" else stages - 1
+                assert sum(sent) == formula(stages, virtual, per_chunk) + embeddings
+
+
 @st.composite
 def pipelines(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Blocks and chunks that end where they like."""
@@ -86,7 +114,7 @@ def test_every_chunk_has_all_closed_blocks_and_nothing_comes_twice(
     assert len(found.transfers) == len(cuts) - 1
     cache: list[set[int]] = [set() for _ in range(stages)]
     cache[0] = {0} if keeps != "none" else set()
-    for chunk, cut in enumerate(cuts):
+    for chunk, behind in enumerate(cuts):
         here = cache[chunk % stages]
         if chunk:
             transfer = found.transfers[chunk - 1]
@@ -97,7 +125,7 @@ def test_every_chunk_has_all_closed_blocks_and_nothing_comes_twice(
             closed = {number for number, end in enumerate(ends, start=1) if end <= cuts[chunk - 1]}
             assert here == {0} | closed
         if keeps == "all":
-            here |= {number for number, end in enumerate(ends, start=1) if (cuts[chunk - 1] if chunk else 0) < end <= cut}
+            here |= {number for number, end in enumerate(ends, start=1) if (cuts[chunk - 1] if chunk else 0) < end <= behind}
         cache[chunk % stages] = here if keeps != "none" else set()
         assert found.kept[chunk] == len(cache[chunk % stages])
 
@@ -132,6 +160,15 @@ def test_what_a_stage_keeps_is_bounded_by_the_micro_batches_in_flight() -> None:
     assert kept == (1, 3, 5, 7)
     assert schedule(ends, cuts, 4, 1).most_held == 7
     assert schedule(ends, cuts, 4, 100).most_held == max(in_flight * count for in_flight, count in zip((4, 3, 2, 1), kept, strict=True))
+
+
+def test_chunks_that_are_not_even_wait_for_the_longest() -> None:
+    events = timed([1.0, 3.0], 2, 4)
+    assert max(event.end for event in events) == 1 + 4 * 9 + 2
+    assert bubble(events, 2) == pytest.approx(1 - 4 * 12 / (2 * 39))
+    every = timed([1.0] * 4, 4, 4, "gpipe")
+    assert [event.backward for event in every if event.stage == 0] == [False] * 4 + [True] * 4
+    assert bubble(every, 4) == pytest.approx(3 / 7)
 
 
 def test_chunks_are_whole_layers_where_there_are_enough() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from depthroute.model import Decoder, ModelConfig
 from depthroute.parallel.layout import parse_layout
@@ -14,7 +15,8 @@ from depthroute.parallel.network import Network
 from depthroute.parallel.sharding import put, whole
 from depthroute.parallel.world import meshes
 from depthroute.residual import SPECIFICATIONS, ResidualConfig, parse_residual
-from depthroute.train import initialise
+from depthroute.train import TrainConfig, initialise
+from depthroute.train.optimiser import build_optimiser
 from tests.parallel.world import World
 
 ROWS, TOKENS = 8, 8
@@ -46,8 +48,8 @@ def fill(module: nn.Module, scale: float = 0.3) -> None:
                 put(whole(parameter).detach() + noise, parameter)
 
 
-def tokens() -> Tensor:
-    return torch.randint(17, (ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(3))
+def tokens(seed: int = 3) -> Tensor:
+    return torch.randint(17, (ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(seed))
 
 
 def alone(config: ModelConfig, z_loss: float = 1e-3) -> tuple[float, dict[str, Tensor], Tensor]:
@@ -119,3 +121,43 @@ def test_every_method_in_a_pipeline(world: World) -> None:
 )
 def test_four_processes(world: World, layout: str) -> None:
     world.run(4, agrees, layout, ["block", "prenorm"], {"layers": 8 if layout.startswith("pp:4,") else 4}, 2)
+
+
+def trains(layouts: list[str], optimiser: str) -> None:
+    """Four steps in float64, clipped: the losses before each and the weights behind all of them are those of one process."""
+    steps = 4
+    settings = TrainConfig(steps=steps, sequences=ROWS, learning_rate=0.01, optimiser=optimiser, weight_decay=0.1)  # type: ignore[arg-type]
+    config = shape(residual_of("rd"), qk_norm=True)
+    alone, losses = Decoder(config), []
+    fill(alone)
+    own = build_optimiser(alone, settings)
+    for step in range(steps):
+        batch = tokens(step)
+        sums = alone.loss(batch[:, :-1], batch[:, 1:])
+        losses.append(sums.nll.item())
+        (sums.objective / sums.tokens).backward()
+        norm = get_total_norm([parameter.grad for parameter in own.parameters if parameter.grad is not None])
+        clip_grads_with_norm_(own.parameters, 0.5, norm)
+        own.step()
+        own.zero_grad()
+    expected = dict(alone.named_parameters())
+    # Muon orthogonalises in bfloat16: the last bits of a momentum may round to the next one there
+    close = 1e-10 if optimiser == "adamw" else 2e-3
+    for layout in layouts:
+        world = meshes(parse_layout(layout).fitted(distributed.get_world_size()), torch.device("cpu"))
+        network = Network(config, world, sequences=ROWS, microbatch=2, precision=None, fill=fill, dtype=torch.float64)
+        together, rows = build_optimiser(network.parts, settings), world.layout.rows(ROWS)
+        for step in range(steps):
+            found = network.accumulate(tokens(step)[world.share * rows : (world.share + 1) * rows], 0.0).item()
+            assert abs(found / losses[step] - 1) < close, f"{layout}, step {step}: {found} and {losses[step]}"
+            network.clip(0.5, network.gradient_norm())
+            together.step()
+            together.zero_grad()
+        for name, parameter in network.named:
+            difference = (whole(parameter.detach()) - expected[name]).abs().max().item()
+            assert difference < (1e-9 if optimiser == "adamw" else 2e-3), f"{layout}: {name} is off by {difference:.1e}"
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+def test_training_is_the_same_on_two_processes(world: World, optimiser: str) -> None:
+    world.run(2, trains, ["ddp", "fsdp", "pp,virtual=2", "tp"], optimiser)

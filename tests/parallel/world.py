@@ -34,12 +34,15 @@ class World:
             self._lines.append(ours)
             self._processes.append(process)
 
-    def run(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What `function(*arguments)` returns on every rank of a group; an AssertionError with the tracebacks of those that fail."""
-        port = _free_port()
+    def run(self, ranks: int, function: Callable[..., Any], *arguments: Any, grouped: bool = True) -> list[Any]:
+        """What `function(*arguments)` returns on every rank of a group; an AssertionError with the tracebacks of those that fail.
+
+        `grouped` false: the ranks have the environment that torchrun gives, and the function makes the group.
+        """
+        port = free_port()
         code = function.__code__.co_filename, function.__name__
         for rank, line in enumerate(self._lines[:ranks]):
-            line.send((rank, ranks, port, code, arguments))
+            line.send((rank, ranks, port, code, arguments, grouped))
         found, failed = [], []
         until = time.monotonic() + SECONDS
         for rank, line in enumerate(self._lines[:ranks]):
@@ -68,20 +71,22 @@ def _serve(line: Any) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            rank, ranks, port, (path, name), arguments = line.recv()
+            rank, ranks, port, (path, name), arguments, grouped = line.recv()
         except EOFError:
             return
         places = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
         os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {key: str(value) for key, value in places.items()}
         try:
-            line.send((True, _run(path, name, arguments)))
+            line.send((True, _run(path, name, arguments, grouped)))
         except BaseException:
             line.send((False, f"rank {rank}: {traceback.format_exc()}"))
 
 
-def _run(path: str, name: str, arguments: tuple[Any, ...]) -> Any:
+def _run(path: str, name: str, arguments: tuple[Any, ...], grouped: bool) -> Any:
     from torch import distributed
 
+    if not grouped:
+        return getattr(_module(Path(path)), name)(*arguments)
     distributed.init_process_group("gloo")
     try:
         return getattr(_module(Path(path)), name)(*arguments)
@@ -101,7 +106,8 @@ def _module(path: Path) -> Any:
     return sys.modules[name]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """On which the first rank of a group may be met."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]
