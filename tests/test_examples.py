@@ -55,7 +55,8 @@ def launched(*command: str) -> str:
 def test_a_pipeline_that_keeps_the_depth_memory_sends_less_for_the_same_loss() -> None:
     """Of blocks of one layer in four chunks 3 + 5 + 7 sources are sent, or 3 + 2 + 2, each way."""
     said = launched("torchrun", "--standalone", "--nproc-per-node", "2", str(PARALLEL / "own_pipeline.py"))
-    found = {keeps: (loss, int(sent.replace(",", ""))) for keeps, loss, sent in re.findall(r"keeps=(\w+): loss ([\d.]+) .* ([\d,]+) b", said)}
+    lines = re.findall(r"keeps=(\w+): loss ([\d.]+) .* ([\d,]+) bytes", said)
+    found = {keeps: (loss, int(sent.replace(",", ""))) for keeps, loss, sent in lines}
     assert found["none"][0] == found["all"][0]
     assert found["none"][1] * 7 == found["all"][1] * 15 > 0
 

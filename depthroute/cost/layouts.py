@@ -1,12 +1,14 @@
 """What a process of a parallel run holds and sends, and how long a step takes, for a shape in a layout of `depthroute.parallel`.
 
-Memory and traffic follow what the library does, and the tests hold them to what a run on processes holds and sends:
+Memory and traffic follow what the library does. The tests hold parameters, and all that is sent, to processes that run; what is gathered
+and which activations are held at once is counted from the order of the passes.
 
 - A pipeline cuts parameters by chunk; what several chunks use (a tied embedding) is on each of their stages. `fsdp` shards what is left,
   `tp` the matrices of attention and MLPs. Everything else is a group of its own, in shards over `fsdp` x `tp`. `ddp` copies.
 - Parameters, gradients and AdamW's two moments are float32, and so is what is gathered. A sub-layer is gathered for each pass and let go
-  behind it; in a pipeline it stays from a backward pass to the end of the next forward pass. The rest is gathered for a whole pass, in a
-  pipeline for a whole step. With several micro-batches gradients add up whole and are summed over processes once, in the last one.
+  behind it; in a pipeline it stays from a backward pass to the end of the next forward pass. What is outside sub-layers is gathered for a
+  whole pass, in a pipeline for a whole step. With several micro-batches gradients add up whole and are summed over processes once, in the
+  last one.
 - Activations are those of `training_activations`, shared evenly by the layers, for every micro-batch that is between its passes through a
   chunk. What a sub-layer reads is on every process of a `tp` axis whole. To them come the sources that a chunk was sent.
 

@@ -55,7 +55,7 @@ class _Joined(torch.autograd.Function):
     def forward(ctx: Any, kept: Kept, microbatch: int, numbers: Sequence[int | None], *sources: Tensor) -> tuple[Tensor, ...]:
         ctx.kept, ctx.microbatch, ctx.numbers = kept, microbatch, numbers
         ctx.set_materialize_grads(False)
-        return tuple(source.view_as(source) for source in sources)
+        return tuple(source.detach() for source in sources)  # no views: FSDP2 warns of a module that returns one
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -132,7 +132,7 @@ class Chunk(nn.Module):
         for number, source in zip(wanted, sources, strict=True):
             if number is not None:
                 self._kept.keep(self._microbatch, number, source)
-        if not any(number is not None for number in wanted) or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return tuple(sources)
         joined: tuple[Tensor, ...] = _Joined.apply(self._kept, self._microbatch, wanted, *sources)  # type: ignore[no-untyped-call]
         return joined

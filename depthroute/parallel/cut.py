@@ -64,7 +64,7 @@ class Cut:
     """A decoder in chunks. Chunk c of C is run by process c mod P of a pipeline.
 
     `tokens`: [B, T] of a micro-batch. `memories`: at the C - 1 cuts. `parameters`: the names of those that each chunk uses; a parameter
-    that none uses is the first chunk's.
+    that none uses is the first chunk's. `hidden`: the dtype of the final hidden states.
     """
 
     tokens: tuple[int, int]
@@ -72,6 +72,7 @@ class Cut:
     sources: tuple[Source, ...]
     memories: tuple[Memories, ...]
     parameters: tuple[frozenset[str], ...]
+    hidden: torch.dtype
 
     @property
     def chunks(self) -> int:
@@ -106,13 +107,29 @@ def chunk_ends(sublayers: int, chunks: int) -> tuple[int, ...]:
     return tuple(unit * (sublayers // unit * number // chunks) for number in range(1, chunks + 1))
 
 
-def layers_of_chunks(layers: int, chunks: int) -> tuple[range, ...]:
-    """The layers of every chunk. Raises RequestError where there are more chunks than layers."""
+def layers_of_chunks(config: ModelConfig, chunks: int) -> tuple[range, ...]:
+    """The layers of every chunk: as even as they can be, with as many fewer in the last one as its head weighs.
+
+    Raises:
+        RequestError: more chunks than layers.
+    """
+    layers = config.layers
     if chunks > layers:
         raise RequestError(
             f"{chunks} chunks (pipeline stages x virtual stages) need as many layers, and model.layers = {layers}; use fewer stages."
         )
-    ends = [end // 2 for end in chunk_ends(2 * layers, chunks)]
+    if chunks == 1:
+        return (range(layers),)
+    body = config.body
+    inner, key_value = body.attention_activation, config.resolved_key_value_heads * config.resolved_head_width
+    products = config.width * (2 * inner + 2 * key_value + 3 * config.mlp_width) + config.context * inner  # of a token, in a layer
+    head = config.vocabulary * config.width / products
+
+    def longest(last: int) -> float:
+        return max(-(-(layers - last) // (chunks - 1)), last + head)
+
+    last = min(range(layers // chunks + 1, 0, -1), key=longest)  # of equally good ones the largest
+    ends = [(layers - last) * number // (chunks - 1) for number in range(1, chunks)] + [layers]
     return tuple(range(start, end) for start, end in zip([0, *ends], ends, strict=False))
 
 
@@ -167,7 +184,7 @@ def cut(
     users[0] |= set(names.values()).difference(*users)
     return Cut(
         tokens=(rows, tokens), layers=tuple(layers), sources=tuple(sources), memories=tuple(memories),
-        parameters=tuple(map(frozenset, users)),
+        parameters=tuple(map(frozenset, users)), hidden=outputs[0].dtype,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from depthroute.model.loss import cross_entropy_sums, likeliest, token_nll
 from depthroute.parallel.chunk import Chunk, Kept, chunk_decoder
 from depthroute.parallel.cut import cut, layers_of_chunks, passages
 from depthroute.parallel.pipeline import Pipeline
-from depthroute.parallel.sharding import by_mesh, shard, synchronise, whole
+from depthroute.parallel.sharding import by_mesh, local, shard, synchronise
 from depthroute.parallel.shared import SharedParameters
 from depthroute.parallel.tensor import check_tensor, shard_layer
 from depthroute.parallel.world import World
@@ -64,7 +64,7 @@ class Network:
         microbatches = layout.microbatches(sequences, microbatch) if layout.pp > 1 else 0
         self.microbatch = self.rows // microbatches if microbatches else min(microbatch, self.rows)
         plan = cut(
-            config, layers_of_chunks(config.layers, layout.chunks), rows=self.microbatch, tokens=config.context // layout.tp,
+            config, layers_of_chunks(config, layout.chunks), rows=self.microbatch, tokens=config.context // layout.tp,
             kind=world.device.type, dtype=dtype, precision=precision,
         )  # fmt: skip
         travels, kept = passages(plan, layout.pp, layout.keeps), Kept()
@@ -103,7 +103,7 @@ class Network:
                 if isinstance(layer, Layer):
                     shard_layer(layer, world.mesh["tp"])
         if world.layout.ddp < world.layout.processes:
-            shard(chunk, world)
+            shard(chunk, world, chunk.precision)
         chunk.to_empty(device=world.device)
         for module in chunk.modules():
             reset = getattr(module, "reset_buffers", None)
@@ -132,17 +132,17 @@ class Network:
         return self._nll.clone()
 
     def _accumulate_alone(self, inputs: Sequence[Tensor], targets: Sequence[Tensor], count: int) -> None:
-        chunk, copies = self._chunks[0], self._copies
+        chunk, copies, layout = self._chunks[0], self._copies, self.world.layout
         for number, (some, wanted) in enumerate(zip(inputs, targets, strict=True)):
             last = number == len(inputs) - 1
             self._targets = [wanted]
             if copies is None:
-                synchronise(chunk, last)
+                synchronise(chunk, layout, last)
                 torch.autograd.backward(chunk(some) / count)
                 continue
             with nullcontext() if last else copies.no_sync():
                 # DDP averages over the copies, and the loss is a sum over all of them
-                torch.autograd.backward(copies(some) * (self.world.layout.ddp / count))
+                torch.autograd.backward(copies(some) * (layout.ddp / count))
 
     def _train(self, decoder: Decoder, hidden: Tensor, microbatch: int) -> Tensor:
         targets = self._targets[microbatch]
@@ -161,12 +161,15 @@ class Network:
 
     def gradient_norm(self) -> float:
         """Of all gradients of the model."""
-        own = [parameter.grad for _, parameter in self.owned if parameter.grad is not None]
+        own: dict[int, list[Tensor]] = {}
+        for _, parameter in self.owned:
+            if parameter.grad is not None:
+                here, parts = local(parameter.grad)
+                own.setdefault(parts, []).append(here)
         squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for group in by_mesh(own):
-            squares += whole(get_total_norm(group)).double().square()
-        if self.world.layout.pp > 1:
-            distributed.all_reduce(squares, group=self.world.group("pp"))
+        for parts, tensors in own.items():  # a part lies on as many processes of a stage as are left when each part has one
+            squares += get_total_norm(tensors).double().square() * (parts * self.world.layout.pp / self.world.layout.processes)
+        distributed.all_reduce(squares)
         return math.sqrt(squares.item())
 
     def clip(self, limit: float, norm: float) -> None:
@@ -223,7 +226,7 @@ class Network:
         if marked.any():
             hits[marked] = likeliest(flat[marked.flatten()], decoder.head_weight) == targets[marked]
         self._measured.append((losses, hits))
-        return losses
+        return losses.sum()
 
     def _rows(self, rows: int, sequences: int) -> Tensor:
         """Which sequences this share measures: its own, and the last one again where there are too few."""

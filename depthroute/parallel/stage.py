@@ -40,7 +40,8 @@ class ChunkStage(PipelineStage):
         """`tokens`: like a micro-batch's, on the meta device. `stages`: processes of the pipeline."""
         number, last = chunk.number, cut.chunks - 1
         self._arriving = (tokens,) if number == 0 else _like(cut, passages.sent[number - 1])
-        self._leaving = (torch.empty((), device="meta"),) if number == last else _like(cut, passages.sent[number])
+        exact = torch.float64 if cut.hidden == torch.float64 else torch.float32  # of the sum over targets that the last chunk returns
+        self._leaving = (torch.empty((), dtype=exact, device="meta"),) if number == last else _like(cut, passages.sent[number])
         super().__init__(chunk, number, cut.chunks, device, input_args=self._arriving, output_args=self._leaving, group=group)
         self._chunk, self._kept, self._wire = chunk, kept, wire
         self._ends = number + stages > last, number < stages  # whether it is the process's last chunk, and its first
@@ -88,7 +89,8 @@ class ChunkStage(PipelineStage):
             _let_go(buffers[later])
         for info, tensor in zip(buffers[microbatch], like, strict=True):
             if getattr(info, "buffer", tensor) is None:
-                info.buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+                graph = tensor.requires_grad and buffers is self.args_recv_info and self.has_backward
+                info.buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device, requires_grad=graph)
 
 
 def _let_go(infos: Sequence[Any]) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch
 from torch import distributed
@@ -21,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from depthroute.common.errors import DepthrouteError, FailureError, RequestError
 from depthroute.parallel.layout import AXES, Layout
 
-PATIENCE = timedelta(minutes=10)  # with a process that is alive and says nothing; one that ended is noticed at once
+PATIENCE = timedelta(minutes=30)  # with a process that is alive and busy, as with hashing a checkpoint; one that ended is noticed at once
 
 Value = TypeVar("Value")
 
@@ -65,7 +66,7 @@ def started() -> int | None:
 
 def first() -> bool:
     """Whether this process is the first of its run, which alone writes and prints."""
-    return os.environ.get("RANK", "0") == "0"
+    return started() is None or os.environ["RANK"] == "0"
 
 
 @contextmanager
@@ -95,10 +96,10 @@ def joined(layout: Layout, device: str) -> Iterator[World]:
             raise RequestError(f"torchrun started {local} processes on this machine, and it has {gpus} GPUs; each takes one of them.")
         torch.cuda.set_device(place)
     with lost_processes_named():
-        store, times = _store(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+        store, rank = _store(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), int(os.environ["RANK"])
         distributed.init_process_group(
-            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=PATIENCE, rank=int(os.environ["RANK"]), world_size=size,
-            store=PrefixStore(f"joined {next(times)}", store),
+            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=PATIENCE, rank=rank, world_size=size,
+            store=PrefixStore(_meeting(store, rank, size), store),
         )  # fmt: skip
         try:
             yield meshes(layout, place)
@@ -107,13 +108,38 @@ def joined(layout: Layout, device: str) -> Iterator[World]:
 
 
 @lru_cache(maxsize=1)
-def _store(address: str, port: str) -> tuple[Store, Iterator[int]]:
-    """Where the processes that meet at an address find each other, and numbers for the times that they do.
+def _store(address: str, port: str) -> Store:
+    """Where the processes that meet at an address find each other. It outlives their group: the next one meets there again."""
+    store: Store = next(rendezvous("env://", timeout=PATIENCE))[0]
+    return store
 
-    It outlives a group: were it opened again for the next one, a process that is early would meet the others of the last one there.
+
+def _meeting(store: Store, rank: int, size: int) -> str:
+    """A name for this meeting of `size` processes, the same on all of them, that none before it had.
+
+    torchrun keeps one store when it starts lost processes again. What is in it from those that are gone, such as their addresses, must not
+    be taken for that of the others here: each waits for an answer to what it alone has asked.
     """
-    store, _, _ = next(rendezvous("env://", timeout=PATIENCE))
-    return store, itertools.count()
+    mine = uuid4().hex
+    if rank:
+        store.set(f"depthroute {rank}", mine)
+        name = store.get(f"depthroute {mine}").decode()  # waits for it
+        store.set(f"depthroute {name} {rank}", "here")
+        return name
+    missing, answered, until = set(range(1, size)), set(), time.monotonic() + PATIENCE.total_seconds()
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"depthroute {other}"]):
+                theirs = store.get(f"depthroute {other}").decode()  # of one that is gone, perhaps, which will not say that it is here
+                if theirs not in answered:
+                    store.set(f"depthroute {theirs}", mine)
+                    answered.add(theirs)
+                if store.check([f"depthroute {mine} {other}"]):
+                    missing.discard(other)
+        if time.monotonic() > until:
+            raise FailureError(f"{len(missing)} of the {size} processes of this run have not come; see what they say, and start again.")
+        time.sleep(0.01)
+    return mine
 
 
 def meshes(layout: Layout, device: torch.device) -> World:
@@ -151,10 +177,12 @@ def lost_processes_named() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not _of_communication(error):
+        # A sentence of ours may say anything, such as the path of a folder; what it comes from tells.
+        found = error.__cause__ if isinstance(error, DepthrouteError) else error
+        if found is None or not _of_communication(found):
             raise
         # "[.../gloo/transport/tcp/pair.cc:537] Connection closed by peer [10.0.0.2]:42896. This is typically caused by ..."
-        reason = re.sub(r"^\[\S*\] ", "", (str(error).strip().splitlines() or [""])[0]).partition(". ")[0]
+        reason = re.sub(r"^\[\S*\] ", "", (str(found).strip().splitlines() or [""])[0]).partition(". ")[0]
         raise FailureError(
             f"another process of this run has ended or cannot be reached ({reason[:200]}). The last checkpoint is whole; run the same "
             "command again to continue from it."
@@ -164,8 +192,7 @@ def lost_processes_named() -> Iterator[None]:
 def _of_communication(error: BaseException) -> bool:
     """Whether an error, or what it comes from, is one of the transport between processes."""
     words = ("gloo", "NCCL", "Connection reset", "Connection closed", "Connection refused", "Broken pipe", "TCPStore", "Timed out waiting")
-    # A sentence of ours may say anything, such as the path of a folder; what it comes from tells.
-    found: BaseException | None = error.__cause__ if isinstance(error, DepthrouteError) else error
+    found: BaseException | None = error
     while found is not None:
         if isinstance(found, distributed.DistError) or any(word in str(found) for word in words):
             return True

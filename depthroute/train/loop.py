@@ -172,7 +172,7 @@ class _Run:
         finally:
             if not complete:
                 with suppress(FailureError):  # what ended the run is said already
-                    self.workers.saved()
+                    self.workers.saved(alone=True)
             if self.folder.sinks is not None:
                 self.folder.sinks.close(complete=complete)
             console.close()

@@ -57,7 +57,7 @@ class OnMany:
         self.network.clip(limit, norm)
 
     def load(self, found: Path) -> dict[str, Any]:
-        tensors = dict(self.network.named) | self.optimiser.make_state(self.network.named, sharded.names(found))
+        tensors = dict(self.network.named) | self.optimiser.make_state(self.network.named, sorted(sharded.names(found)))
         return sharded.load(found, tensors)
 
     def save(self, run: Path, step: int, state: dict[str, Any], keep: Collection[int]) -> None:
@@ -65,9 +65,11 @@ class OnMany:
         tensors = dict(self.network.named) | self.optimiser.state_tensors(self.network.named)
         self._saving = sharded.save(run, step, tensors, state, model=[name for name, _ in self.network.named], keep=keep)
 
-    def saved(self) -> None:
+    def saved(self, *, alone: bool = False) -> None:
         if self._saving is not None:
             saving, self._saving = self._saving, None
+            if not alone:
+                from_first(saving.wait)  # which has more to do than the others, and fails where they do not
             saving.wait()
 
     def agreed(self, wish: bool) -> bool:

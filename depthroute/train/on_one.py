@@ -62,8 +62,11 @@ class OnOne:
         """Write a checkpoint, or begin to. At most one is being written."""
         checkpoint.save(run, step, self.network, self.optimiser, state, keep=keep)
 
-    def saved(self) -> None:
-        """Wait for the checkpoint that is being written."""
+    def saved(self, *, alone: bool = False) -> None:
+        """Wait for the checkpoint that is being written; where that fails on any process, this fails on all.
+
+        `alone`: this process has failed, and the others may not come here.
+        """
 
     def agreed(self, wish: bool) -> bool:
         """Whether any process wishes it."""

@@ -26,7 +26,7 @@ def shape(residual: str, **fields: Any) -> ModelConfig:
 
 
 def cut_of(config: ModelConfig, chunks: int) -> Cut:
-    layers = layers_of_chunks(config.layers, chunks)
+    layers = layers_of_chunks(config, chunks)
     return cut(config, layers, rows=2, tokens=6, kind="cpu", dtype=torch.float32, precision=None)
 
 

@@ -17,13 +17,14 @@ import pytest
 
 from depthroute.cli.main import main
 from depthroute.common.config import to_json
+from depthroute.common.errors import FailureError
 from depthroute.common.files import write_json
 from depthroute.data import TokenDataset
 from depthroute.parallel.layout import parse_layout
 from depthroute.train import RunConfig, loop, train
 from depthroute.train import checkpoint as checkpoints
 from depthroute.train.on_many import OnMany
-from depthroute.train.run_folder import FORMAT
+from depthroute.train.run_folder import FORMAT, RunFolder
 from tests.parallel.runs import assert_identical, lines, prepare_tokens, tensors_of, tiny
 from tests.parallel.world import World, free_port
 
@@ -47,21 +48,24 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def doomed(moment: str, rank: int, number: int) -> None:
     """Let a signal reach one rank, or all (-1): in a step, while a shard is written, or when all are and the checkpoint is not there yet.
 
-    After an elastic restart nothing happens any more.
+    Or, of the moment "metrics", let a line of a step fail to be written. After an elastic restart nothing happens any more.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
     if rank not in (-1, int(os.environ["RANK"])) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return
     owner, name = {
-        "step": (OnMany, "accumulate"), "shard": (HuggingFaceStorageWriter, "write_data"), "state": (checkpoints, "write_state")
-    }[moment]
+        "step": (OnMany, "accumulate"), "metrics": (RunFolder, "add_metrics"), "shard": (HuggingFaceStorageWriter, "write_data"),
+        "state": (checkpoints, "write_state"),
+    }[moment]  # fmt: skip
     real, calls = getattr(owner, name), 0
 
     def reached(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == (STEP if moment == "step" else 2):  # the second checkpoint is that of step 6
+        if calls == (STEP if moment in ("step", "metrics") else 2):  # the second checkpoint is that of step 6
+            if moment == "metrics":
+                raise FailureError("the disk is full")
             if moment != "step":
                 time.sleep(0.5)  # the training goes on
             os.kill(os.getpid(), number)
@@ -144,6 +148,16 @@ def test_a_killed_process_ends_the_others_and_the_run_goes_on(
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000008"]  # nothing that the kill left
     world.run(2, whole, config, tmp_path / "whole", layout, grouped=False)
     assert_identical(run, tmp_path / "whole")
+
+
+def test_a_failure_of_the_first_process_alone_ends_the_others(tmp_path: Path, data: Path) -> None:
+    run = tmp_path / "run"
+    begun(tiny(data), run)
+    (first, failed), (second, lost) = ended(run, "pp", ("metrics", 0, 0))
+    assert first == second == 1
+    assert "depthroute train: the disk is full\n" in failed and "another process of this run has ended" in lost
+    assert [code for code, _ in ended(run, "tp")] == [0, 0]
+    assert "continuing after step 3\n" in (run / "log.txt").read_text()
 
 
 @pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, 1), (signal.SIGINT, -1)])

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthroute.common.errors import RequestError
+from depthroute.model import ModelConfig
 from depthroute.parallel.cut import layers_of_chunks
 from depthroute.parallel.layout import AXES, Layout, parse_layout
 
@@ -78,7 +79,26 @@ def test_micro_batches_of_a_pipeline() -> None:
         Layout(ddp=3).rows(8)
 
 
-def test_layers_are_cut_evenly_and_not_beyond_their_number() -> None:
-    assert [len(chunk) for chunk in layers_of_chunks(7, 4)] == [1, 2, 2, 2]
-    with pytest.raises(RequestError, match=r"model.layers = 3"):
-        layers_of_chunks(3, 4)
+@pytest.mark.parametrize(
+    ("layers", "chunks", "vocabulary", "expected"),
+    [
+        (8, 4, 17, [2, 2, 2, 2]),
+        (7, 4, 17, [2, 2, 2, 1]),
+        (9, 4, 17, [2, 2, 3, 2]),
+        (8, 1, 17, [8]),
+        (16, 4, 240, [4, 4, 5, 3]),  # the head weighs two layers: 5 and not 6 is the longest
+        (32, 2, 960, [20, 12]),  # eight
+        (4, 4, 10_000, [1, 1, 1, 1]),
+    ],
+)
+def test_layers_are_cut_evenly_and_the_head_is_weighed(layers: int, chunks: int, vocabulary: int, expected: list[int]) -> None:
+    config = ModelConfig(vocabulary=vocabulary, width=12, layers=layers, heads=2, mlp_width=20, context=12)  # a layer is 1,440 products
+    cut = layers_of_chunks(config, chunks)
+    assert [len(chunk) for chunk in cut] == expected
+    assert [layer for chunk in cut for layer in chunk] == list(range(layers))
+
+
+def test_more_chunks_than_layers_are_refused() -> None:
+    config = ModelConfig(vocabulary=17, width=12, layers=3, heads=2, mlp_width=20, context=8)
+    with pytest.raises(RequestError, match=r"model\.layers = 3"):
+        layers_of_chunks(config, 4)
