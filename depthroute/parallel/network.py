@@ -177,12 +177,6 @@ class Network:
         for group in by_mesh([parameter for _, parameter in self.named]):
             clip_grads_with_norm_(group, limit, torch.tensor(norm, dtype=torch.float64, device=self.world.device))
 
-    def agreed(self, wish: bool) -> bool:
-        """Whether any process wishes it."""
-        flag = torch.tensor(float(wish), device=self.world.device)
-        distributed.all_reduce(flag, op=distributed.ReduceOp.MAX)
-        return bool(flag.item())
-
     @property
     def evaluation_rows(self) -> int:
         """Sequences that `token_nll` takes at most."""

@@ -13,6 +13,8 @@ from torch.distributed.pipelining import PipelineStage
 from depthroute.parallel.chunk import Chunk, Kept
 from depthroute.parallel.cut import Cut, Passages
 
+NOTHING = torch.empty(0)  # in place of a buffer that is not needed
+
 
 @dataclass
 class Wire:
@@ -88,15 +90,15 @@ class ChunkStage(PipelineStage):
         for later in range(microbatch + 1, len(buffers)):
             _let_go(buffers[later])
         for info, tensor in zip(buffers[microbatch], like, strict=True):
-            if getattr(info, "buffer", tensor) is None:
+            if getattr(info, "buffer", None) is NOTHING:
                 graph = tensor.requires_grad and buffers is self.args_recv_info and self.has_backward
                 info.buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device, requires_grad=graph)
 
 
 def _let_go(infos: Sequence[Any]) -> None:
     for info in infos:
-        if hasattr(info, "buffer"):  # what is no tensor from another stage has none
-            info.buffer = None
+        if getattr(info, "buffer", None) is not None:  # what is no tensor from another stage, and no gradient, has none
+            info.buffer = NOTHING
 
 
 def _bytes(sent: Sequence[distributed.P2POp]) -> int:

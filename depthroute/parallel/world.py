@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, TypeVar
-from uuid import uuid4
 
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Store
 from torch.distributed.rendezvous import rendezvous
 
 from depthroute.common.errors import DepthrouteError, FailureError, RequestError
@@ -96,10 +95,10 @@ def joined(layout: Layout, device: str) -> Iterator[World]:
             raise RequestError(f"torchrun started {local} processes on this machine, and it has {gpus} GPUs; each takes one of them.")
         torch.cuda.set_device(place)
     with lost_processes_named():
-        store, rank = _store(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), int(os.environ["RANK"])
+        store, times = _store(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
         distributed.init_process_group(
-            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=PATIENCE, rank=rank, world_size=size,
-            store=PrefixStore(_meeting(store, rank, size), store),
+            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=PATIENCE, rank=int(os.environ["RANK"]), world_size=size,
+            store=PrefixStore(_meeting(times), store),
         )  # fmt: skip
         try:
             yield meshes(layout, place)
@@ -108,38 +107,18 @@ def joined(layout: Layout, device: str) -> Iterator[World]:
 
 
 @lru_cache(maxsize=1)
-def _store(address: str, port: str) -> Store:
-    """Where the processes that meet at an address find each other. It outlives their group: the next one meets there again."""
-    store: Store = next(rendezvous("env://", timeout=PATIENCE))[0]
-    return store
+def _store(address: str, port: str) -> tuple[Store, Iterator[int]]:
+    """Where the processes that meet at an address find each other, and numbers for the times that they do.
 
-
-def _meeting(store: Store, rank: int, size: int) -> str:
-    """A name for this meeting of `size` processes, the same on all of them, that none before it had.
-
-    torchrun keeps one store when it starts lost processes again. What is in it from those that are gone, such as their addresses, must not
-    be taken for that of the others here: each waits for an answer to what it alone has asked.
+    It outlives their group: were it opened again for the next one, a process that is early would meet the others of the last one there.
     """
-    mine = uuid4().hex
-    if rank:
-        store.set(f"depthroute {rank}", mine)
-        name = store.get(f"depthroute {mine}").decode()  # waits for it
-        store.set(f"depthroute {name} {rank}", "here")
-        return name
-    missing, answered, until = set(range(1, size)), set(), time.monotonic() + PATIENCE.total_seconds()
-    while missing:
-        for other in sorted(missing):
-            if store.check([f"depthroute {other}"]):
-                theirs = store.get(f"depthroute {other}").decode()  # of one that is gone, perhaps, which will not say that it is here
-                if theirs not in answered:
-                    store.set(f"depthroute {theirs}", mine)
-                    answered.add(theirs)
-                if store.check([f"depthroute {mine} {other}"]):
-                    missing.discard(other)
-        if time.monotonic() > until:
-            raise FailureError(f"{len(missing)} of the {size} processes of this run have not come; see what they say, and start again.")
-        time.sleep(0.01)
-    return mine
+    store: Store = next(rendezvous("env://", timeout=PATIENCE))[0]
+    return store, itertools.count()
+
+
+def _meeting(times: Iterator[int]) -> str:
+    """A name for this meeting that none before it had: torchrun may keep one store over restarts, with the addresses of those that died."""
+    return f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}, time {next(times)}"
 
 
 def meshes(layout: Layout, device: torch.device) -> World:
@@ -150,13 +129,13 @@ def meshes(layout: Layout, device: torch.device) -> World:
     return World(layout, device, mesh, tokens)
 
 
-def from_first(make: Callable[[], Value]) -> Value:
+def from_first(make: Callable[[], Value], group: ProcessGroup | None = None) -> Value:
     """What `make` gives on the first process, on every one; where it fails, it fails on every one, for the same reason.
 
-    Every process calls this; only the first calls `make`.
+    Every process of `group` (None: all) calls this; only the first calls `make`.
     """
     outcome: list[Any] = [None, None]
-    if distributed.get_rank() == 0:
+    if distributed.get_rank(group) == 0:
         try:
             outcome[0] = make()
         except DepthrouteError as error:
@@ -164,7 +143,7 @@ def from_first(make: Callable[[], Value]) -> Value:
         except Exception as error:
             outcome[1] = FailureError(f"{type(error).__name__} on the first process: {error}")
             outcome[1].__cause__ = error
-    distributed.broadcast_object_list(outcome, src=0)
+    distributed.broadcast_object_list(outcome, group=group, group_src=0)
     if outcome[1] is not None:
         raise outcome[1]
     value: Value = outcome[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -26,8 +26,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_in_place
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 from torch.distributed.tensor import DTensor
 
-from depthroute.common.errors import DepthrouteError, FailureError, RequestError
+from depthroute.common.errors import FailureError, RequestError
 from depthroute.common.files import explain_os_errors, new_folder, sync
+from depthroute.parallel.world import from_first
 from depthroute.train import checkpoint as plain
 from depthroute.train.run_folder import root_of
 
@@ -86,7 +87,7 @@ def save(
     distributed.all_gather_object(names, list(model), group)
     target = plain.folder(run, step)
     with ExitStack() as stack:
-        temporary = Path(_from_first(lambda: str(stack.enter_context(new_folder(target))), group))
+        temporary = Path(from_first(lambda: str(stack.enter_context(new_folder(target))), group))
         writer = HuggingFaceStorageWriter(str(temporary), save_distributed=True)  # the usual writer would pickle its index
         writer.per_thread_copy_ahead = 0  # all is on the CPU by then; else the thread of every rank would open the first GPU for it
         shards = async_save({name: _dense(tensor) for name, tensor in tensors.items()}, storage_writer=writer, process_group=group)
@@ -120,7 +121,7 @@ def load(checkpoint: Path, tensors: Mapping[str, Tensor], *, group: Group | None
             together do not have the same names and shapes.
     """
     group = _own_group() if group is None else group
-    state = _from_first(lambda: plain.verify(checkpoint), group)
+    state = plain.verify(checkpoint) if group is None else from_first(lambda: plain.verify(checkpoint), group)
     problem, there = None, {}
     try:
         there = plain.shapes(checkpoint, state)
@@ -219,25 +220,6 @@ def _own_group() -> Group | None:
     if everyone not in _groups:
         _groups[everyone] = distributed.new_group(backend="gloo", timeout=PATIENCE)
     return _groups[everyone]
-
-
-def _from_first(make: Callable[[], Value], group: Group | None) -> Value:
-    """What `make` gives on the first rank, on every rank; where it fails, it fails on every rank."""
-    if group is None:
-        return make()
-    outcome: list[Any] = [None, None]
-    if group.rank() == 0:
-        try:
-            outcome[0] = make()
-        except DepthrouteError as error:
-            outcome[1] = error
-        except Exception as error:
-            outcome[1] = FailureError(f"{type(error).__name__} on the first rank: {error}")
-    distributed.broadcast_object_list(outcome, group=group, group_src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    value: Value = outcome[0]
-    return value
 
 
 def _gathered(value: Value, group: Group | None) -> list[Value]:

@@ -11,14 +11,12 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch.distributed import HashStore
 from torch.distributed.tensor import DTensor
 
 from depthroute.cli.main import main
@@ -239,17 +237,14 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
         pass
 
 
-def test_processes_that_start_again_do_not_meet_those_that_are_gone() -> None:
-    """torchrun keeps what the last ones have left in its store."""
-    store, names = HashStore(), []
-    store.set("depthroute 1", "gone")
-    store.set("depthroute gone", "over")
-    for _ in range(2):
-        with ThreadPoolExecutor(2) as threads:
-            first = threads.submit(_meeting, store, 0, 2)
-            time.sleep(0.1)
-            names.append({first.result() if rank == 0 else _meeting(store, 1, 2) for rank in (1, 0)})
-    assert [len(same) for same in names] == [1, 1] and len(names[0] | names[1]) == 2 and "over" not in names[0] | names[1]
+def test_processes_that_start_again_do_not_meet_those_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun keeps what the last ones have left in its store, and says how often it has started them again."""
+    names = []
+    for restarts in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        times = itertools.count()
+        names += [_meeting(times), _meeting(times)]
+    assert len(set(names)) == 4
 
 
 def test_a_rank_without_a_world_is_none(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
