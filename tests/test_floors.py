@@ -10,8 +10,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "depthroute"
 FLOORS = (
-    "common", "ops", "residual", "model", "data", "parallel", "train", "infer", "hf", "analysis", "convert", "cost", "study", "evals", "report",
-    "recipes", "cli",
+    "common", "ops", "residual", "model", "data", "parallel", "train", "infer", "hf", "analysis", "convert", "cost", "study", "evals",
+    "report", "recipes", "cli",
 )  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = {"rich", "matplotlib", "scipy"}

@@ -5,10 +5,12 @@ and which activations are held at once is counted from the order of the passes.
 
 - A pipeline cuts parameters by chunk; what several chunks use (a tied embedding) is on each of their stages. `fsdp` shards what is left,
   `tp` the matrices of attention and MLPs. Everything else is a group of its own, in shards over `fsdp` x `tp`. `ddp` copies.
-- Parameters, gradients and AdamW's two moments are float32, and so is what is gathered. A sub-layer is gathered for each pass and let go
-  behind it; in a pipeline it stays from a backward pass to the end of the next forward pass. What is outside sub-layers is gathered for a
-  whole pass, in a pipeline for a whole step. With several micro-batches gradients add up whole and are summed over processes once, in the
-  last one.
+- Parameters, gradients and AdamW's two moments are float32, and so are sums of gradients. FSDP gathers what a pass needs, and where it has
+  no shards (`ddp` with `tp` or `pp`) copies it: matrices of sub-layers in the precision of autocast, norms and all outside sub-layers in
+  float32. A sub-layer is gathered for each pass and let go behind it; in a pipeline it stays from a backward pass to the end of the next
+  forward pass. What is outside sub-layers is gathered for a whole pass, in a pipeline for a whole step.
+- Gradients are summed into shards behind every micro-batch, over copies behind the last one. In a pipeline they add up whole, and all are
+  summed at the end of the step.
 - Activations are those of `training_activations`, shared evenly by the layers, for every micro-batch that is between its passes through a
   chunk. What a sub-layer reads is on every process of a `tp` axis whole. To them come the sources that a chunk was sent.
 
@@ -113,8 +115,8 @@ def layout_cost(
 
     The time is a bound to plan with, as in `estimate`. Processes compute at the pace of one `device` (its `number` has no part in it), each
     its part of the work, longer by the bubble. Everything is sent at the device's `link`, and these are hidden: FSDP's gathers behind the
-    computation, sums of gradients behind the last micro-batch's backward pass and in a pipeline not at all. Traffic between stages and
-    of `tp` is not hidden. Latencies and the optimiser's step are not in it.
+    computation, sums of gradients behind the backward pass that makes them, over copies the last one, and in a pipeline not at all. Traffic
+    between stages and of `tp` is not hidden. Latencies and the optimiser's step are not in it.
 
     Args:
         mixed: bf16 autocast; otherwise float32.
@@ -131,7 +133,7 @@ def layout_cost(
     rows = layout.rows(sequences)
     count = layout.microbatches(sequences, microbatch) if layout.pp > 1 else -(-rows // microbatch)
     each = -(-rows // count)
-    chunks = layers_of_chunks(body.layers, layout.chunks)
+    chunks = layers_of_chunks(body, layout.chunks)
     plan = cut(
         body, chunks, rows=each, tokens=context // layout.tp, kind="cpu", dtype=torch.float32,
         precision=torch.bfloat16 if mixed else None,
@@ -147,8 +149,11 @@ def layout_cost(
     held, sent = tuple(map(step.held, range(layout.pp))), tuple(map(step.sent, range(layout.pp)))
     busiest = Sent(**{field.name: max(getattr(one, field.name) for one in sent) for field in fields(Sent)})
     link = device.link * 1e9
-    beside = min(busiest.gradients / link, 0.0 if layout.pp > 1 else 2 / 3 * computing / count)
-    exposed = busiest.gradients / link - beside + max(0.0, busiest.gathers / link + beside - computing)
+    hidden = 0.0
+    if layout.pp == 1:
+        scattered, copied, backward = step.scattered(0) / link, step.copied(0) / link, 2 / 3 * computing / count
+        hidden = (count - 1) * min(scattered, backward) + min(scattered + copied, backward)
+    exposed = busiest.gradients / link - hidden + max(0.0, busiest.gathers / link + hidden - computing)
     communicating = exposed + (busiest.stages + busiest.tensors) / link
     return LayoutCost(
         processes=layout.processes, microbatches=count, microbatch=each, bubble=waiting, computing=computing, communicating=communicating,
@@ -227,6 +232,7 @@ class _Step:
         self, shape: Shape, body: ModelConfig, layout: Layout, plan: Cut, events: Sequence[Event], count: int, *, mixed: bool, dense: bool
     ) -> None:
         self.layout, self.plan, self.events, self.count = layout, plan, events, count
+        self.shards, self.rounded = layout.fsdp * layout.tp, 2 if mixed else EXACT  # of what is outside sub-layers; bytes of what is inside
         self.parts = _Parts(shape, plan, dense)
         travels = passages(plan, layout.pp, layout.keeps).sent
         self.passing = [sum(plan.sources[number].bytes for number in numbers) for numbers in travels]  # of a micro-batch, at every cut
@@ -244,32 +250,45 @@ class _Step:
                 self.traded[chunk] = _ring(layout.tp) * self.tokens * body.width * widths
 
     def held(self, stage: int) -> Held:
-        layout, parts = self.layout, self.parts
-        inside, rest = self._inside(stage), self._rest(stage)
-        own = EXACT * (inside / layout.fsdp + rest / (layout.fsdp * layout.tp))
-        gathered = 2 * rest if layout.fsdp * layout.tp > 1 else 0.0
-        if layout.fsdp > 1:
-            some = PREFETCHED * parts.largest / layout.tp
-            gathered += (inside if layout.pp > 1 else some) + (inside if self.count > 1 else some)
+        own = EXACT * (self._inside(stage) / self.layout.fsdp + self._rest(stage) / self.shards)
         activations, received = self._in_flight(stage)
         return Held(
-            parameters=own, gradients=own, optimiser=2 * own, gathered=EXACT * gathered,
+            parameters=own, gradients=own, optimiser=2 * own, gathered=self._gathered(stage),
             activations=None if self.working is None else activations, received=received,
         )  # fmt: skip
 
+    def _gathered(self, stage: int) -> float:
+        """Parameters in copies, and gradients of which the process keeps less."""
+        layout, rest = self.layout, EXACT * self._rest(stage)
+        if layout.ddp == layout.processes or layout.shares * layout.tp == 1:
+            return 0.0  # without FSDP
+        found = rest * (2 if self.shards > 1 else 1)
+        if layout.shares == 1:
+            return found
+        if layout.pp == 1:
+            # a gradient as it is made, and the buffer that an earlier one is sent from
+            return found + self.parts.largest / layout.tp * (PREFETCHED * self.rounded + self.rounded + EXACT)
+        whole = EXACT * self._inside(stage) if layout.fsdp > 1 else 0.0
+        return found + whole + sum(map(self._copy, range(stage, self.plan.chunks, layout.pp)))
+
+    def scattered(self, stage: int) -> float:
+        """Sent for sums of gradients into shards, once."""
+        return EXACT * (_ring(self.layout.fsdp) * self._inside(stage) + _ring(self.shards) * self._rest(stage))
+
+    def copied(self, stage: int) -> float:
+        """Sent for sums of gradients over copies."""
+        return 2 * _ring(self.layout.ddp) * EXACT * (self._inside(stage) / self.layout.fsdp + self._rest(stage) / self.shards)
+
     def sent(self, stage: int) -> Sent:
         layout, chunks = self.layout, range(stage, self.plan.chunks, self.layout.pp)
-        shards = layout.fsdp * layout.tp
-        rest, parts = EXACT * self._rest(stage), self.parts
-        gathers = _ring(shards) * rest * (1 if layout.pp > 1 else self.count)
-        gathers += _ring(layout.fsdp) * EXACT * sum(self._gathers(chunk) * self._of(chunk) for chunk in chunks)
-        inside = EXACT * self._inside(stage)
-        gradients = _ring(layout.fsdp) * inside + _ring(shards) * rest
-        gradients += 2 * _ring(layout.ddp) * (inside / layout.fsdp + rest / shards)
+        times = 1 if layout.pp > 1 else self.count
+        gathers = times * _ring(self.shards) * EXACT * self._rest(stage)
+        gathers += _ring(layout.fsdp) * sum(self._gathers(chunk) * self._copy(chunk) for chunk in chunks)
+        gradients = times * self.scattered(stage) + self.copied(stage)
         for name, users in self.plan.shared().items():
             stages = {chunk % layout.pp for chunk in users}
             if stage in stages:
-                gradients += 2 * _ring(len(stages)) * EXACT * parts.sizes[name] / shards
+                gradients += 2 * _ring(len(stages)) * EXACT * self.parts.sizes[name] / self.shards
         passing = [0, *self.passing, 0]  # before the first chunk, at every cut, behind the last
         return Sent(
             gathers=gathers, gradients=gradients, stages=float(self.count * sum(passing[chunk] + passing[chunk + 1] for chunk in chunks)),
@@ -279,6 +298,10 @@ class _Step:
     def _of(self, chunk: int) -> float:
         """Numbers in the sub-layers of a chunk, before FSDP shards them."""
         return self.parts.split[chunk] / self.layout.tp + self.parts.whole[chunk]
+
+    def _copy(self, chunk: int) -> float:
+        """Bytes of those as FSDP gathers them."""
+        return self.rounded * self.parts.split[chunk] / self.layout.tp + EXACT * self.parts.whole[chunk]
 
     def _inside(self, stage: int) -> float:
         return sum(map(self._of, range(stage, self.plan.chunks, self.layout.pp)))

@@ -17,6 +17,7 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Store
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from depthroute.common.errors import DepthrouteError, FailureError, RequestError
 from depthroute.parallel.layout import AXES, Layout
@@ -103,7 +104,13 @@ def joined(layout: Layout, device: str) -> Iterator[World]:
         try:
             yield meshes(layout, place)
         finally:
-            distributed.destroy_process_group()
+            leave()
+
+
+def leave() -> None:
+    """End the groups of this process, and what torch remembers of them: a later mesh that looks the same must not be taken for theirs."""
+    distributed.destroy_process_group()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch's own
 
 
 @lru_cache(maxsize=1)

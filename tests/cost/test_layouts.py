@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from depthroute.common.errors import RequestError
 from depthroute.cost.estimate import Device, training
 from depthroute.cost.layouts import LayoutCost, layout_cost
 from depthroute.cost.memory import training_activations
+from depthroute.cost.pipeline import bubble, timed
 from depthroute.cost.shapes import published, shape_of
 from depthroute.model import ModelConfig
 from depthroute.parallel.layout import parse_layout
@@ -50,7 +52,30 @@ def test_shards_divide_what_copies_hold() -> None:
         assert getattr(found.fullest, name) == getattr(whole.fullest, name) / 4
         assert getattr(copies.fullest, name) == getattr(whole.fullest, name) / 2
     assert found.fullest.activations == whole.fullest.activations
-    assert cost("fsdp:4", microbatch=4).fullest.gathered < found.fullest.gathered  # one micro-batch: no gradient waits whole
+    assert cost("fsdp:4", microbatch=4).fullest.gathered == found.fullest.gathered  # no gradient waits whole for the next micro-batch
+
+
+def test_shards_are_summed_behind_every_micro_batch_and_copies_behind_the_last() -> None:
+    for layout, shards, copies in (("fsdp:4", 4, 1), ("ddp:2,fsdp:2", 2, 2), ("ddp:4", 1, 4)):
+        numbers = 4 * cost("ddp:4").fullest.parameters / 4
+        for microbatch in (1, 2, 4):
+            scattered, copied = numbers * (shards - 1) / shards, 2 * numbers / shards * (copies - 1) / copies
+            assert cost(layout, microbatch=microbatch).busiest.gradients == 4 / microbatch * scattered + copied
+
+
+def test_what_is_gathered_in_the_precision_of_autocast() -> None:
+    """Matrices of sub-layers; not norms in them, nor anything outside, nor gradients."""
+    matrices, outside = LAYERS * (4 * WIDTH**2 + 3 * WIDTH * 64), 64 * WIDTH + (2 * LAYERS + 1) * WIDTH + 2 * 2 * LAYERS * WIDTH
+    norms, largest = LAYERS * 2 * 8, 3 * WIDTH * 64
+    for mixed, size in ((False, 4), (True, 2)):
+        one, pipe, copies = (cost(layout, model(qk_norm=True), mixed=mixed) for layout in ("fsdp:4", "pp:2,fsdp:4", "pp:2,ddp:4"))
+        assert one.busiest.gathers == 2 * 3 / 4 * (2 * (size * matrices + 4 * norms) + 4 * outside)
+        assert one.fullest.gathered == largest * (3 * size + 4) + 2 * 4 * outside
+        inside = (size * matrices + 4 * norms) / 2  # of each stage
+        for stage, (shards, whole) in enumerate(zip(pipe.held, copies.held, strict=True)):
+            rest = 4 * (64 * WIDTH + 24 * WIDTH + WIDTH * stage)
+            assert whole.gathered == inside + rest  # FSDP holds copies of what has no shards
+            assert shards.gathered == whole.gathered + 4 * (matrices + norms) / 2 + rest
 
 
 @pytest.mark.parametrize(("stages", "virtual", "in_flight"), [(4, 1, (4, 3, 2, 1)), (2, 2, (5, 3))])
@@ -112,6 +137,27 @@ def test_gathers_and_sums_share_the_link_that_they_are_hidden_on() -> None:
     found = cost("fsdp:2", microbatch=8)
     assert found.busiest.gathers > found.busiest.gradients > 0
     assert found.communicating == pytest.approx((found.busiest.gathers + found.busiest.gradients) / 10e9 - found.computing)
+
+
+def test_sums_are_hidden_behind_the_backward_pass_that_makes_them() -> None:
+    def found(layout: str, link: float) -> LayoutCost:
+        return layout_cost(
+            shape_of(model()), replace(DEVICE, link=link), parse_layout(layout), sequences=16, microbatch=2, context=TOKENS, mixed=False,
+            dense=True,
+        )  # fmt: skip
+
+    for layout, parts in (("fsdp:2", 1), ("ddp:2", 1 / 4)):  # of four micro-batches
+        slow = found(layout, 1e-3)
+        sent = slow.busiest.gathers + slow.busiest.gradients
+        behind = slow.computing if slow.busiest.gathers else 2 / 3 * slow.computing * parts
+        assert slow.communicating == pytest.approx(sent / 1e6 - behind, rel=1e-9)
+    assert found("fsdp:2", 1e9).communicating == 0
+
+
+def test_a_head_that_weighs_leaves_its_chunk_fewer_layers() -> None:
+    found = cost("pp:4,microbatch=1", model(vocabulary=1_000))  # three layers and the rest of one: 3, 2, 2 and 1 of them
+    even = bubble(timed([2.0, 2.0, 2.0, 2.0 + 3.1], 4, 16, "1f1b"), 4)
+    assert 0 < found.bubble < even
 
 
 def test_refusals() -> None:

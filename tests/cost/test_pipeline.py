@@ -83,7 +83,7 @@ def test_the_transport_sends_what_is_counted(block: int | None) -> None:
     config = ModelConfig(vocabulary=17, width=12, layers=8, heads=2, mlp_width=20, context=8, residual=parse_residual(method))
     for stages, virtual in ((2, 1), (2, 2), (4, 1), (4, 2)):
         chunks = stages * virtual
-        plan = cut(config, layers_of_chunks(8, chunks), rows=2, tokens=8, kind="cpu", dtype=torch.float32, precision=None)
+        plan = cut(config, layers_of_chunks(config, chunks), rows=2, tokens=8, kind="cpu", dtype=torch.float32, precision=None)
         for keeps, formula in (("none", naive_formula), ("received", cached_formula), ("all", cached_with_own_formula)):
             sent = [len(numbers) for numbers in passages(plan, stages, keeps).sent]
             counted = pipeline_traffic(block_ends(16, block=block), chunk_ends(16, chunks), stages, keeps)

@@ -87,7 +87,8 @@ def keeps_and_lets_go() -> tuple[int, int]:
         sent.append(found.pipeline.wire.total - before)
         for stage in found.pipeline.stages:
             infos = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
-            buffers += [info.buffer for several in infos for info in several if info.buffer is not None and info.buffer.numel()]
+            found_there = [getattr(info, "buffer", None) for several in infos for info in several]
+            buffers += [buffer for buffer in found_there if buffer is not None and buffer.numel()]
         assert len(found.pipeline.kept) == 0
         forward, backward = found.pipeline.wire.forward, found.pipeline.wire.backward
         found.token_nll(batch[:, :-1], batch[:, 1:])

@@ -59,11 +59,11 @@ def bytes_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def step(layout: str, microbatch: int, config: ModelConfig) -> tuple[int, dict[str, int]]:
+def step(layout: str, microbatch: int, config: ModelConfig, precision: torch.dtype | None = None) -> tuple[int, dict[str, int]]:
     """Bytes of parameters here, and what was sent in a step."""
     world = meshes(parse_layout(layout), torch.device("cpu"))
     network = Network(
-        config, world, sequences=SEQUENCES, microbatch=microbatch, precision=None, fill=lambda module: initialise(module, 0)
+        config, world, sequences=SEQUENCES, microbatch=microbatch, precision=precision, fill=lambda module: initialise(module, 0)
     )  # fmt: skip
     held = sum(bytes_of(getattr(parameter, "_local_tensor", parameter.data)) for _, parameter in network.named)
     batch = torch.randint(16, (network.rows, TOKENS + 1))
@@ -73,11 +73,11 @@ def step(layout: str, microbatch: int, config: ModelConfig) -> tuple[int, dict[s
     return held, {"gathers": 0, "gradients": 0, "tensors": 0} | counted.sent | {"stages": stages}
 
 
-def agrees(world: World, layout: str, microbatch: int, config: ModelConfig) -> None:
+def agrees(world: World, layout: str, microbatch: int, config: ModelConfig, precision: torch.dtype | None = None) -> None:
     plan = parse_layout(layout)
-    found = world.run(plan.processes, step, layout, microbatch, config)
+    found = world.run(plan.processes, step, layout, microbatch, config, precision)
     cost = layout_cost(
-        shape_of(config), Device(), plan, sequences=SEQUENCES, microbatch=microbatch, context=TOKENS, mixed=False, dense=True
+        shape_of(config), Device(), plan, sequences=SEQUENCES, microbatch=microbatch, context=TOKENS, mixed=precision is not None, dense=True
     )  # fmt: skip
     for rank, (held, sent) in enumerate(found):
         stage = rank // (plan.processes // plan.pp)
@@ -97,6 +97,14 @@ def test_two_processes(world: World, layout: str, microbatch: int) -> None:
 )
 def test_four_processes(world: World, layout: str) -> None:
     agrees(world, layout, 4, model("rd:4" if "tp" in layout else "block:4", qk_norm=True))
+
+
+@pytest.mark.parametrize(
+    ("layout", "microbatch"), [("ddp:2,fsdp:2", 1), ("tp:2,fsdp:2", 2), ("pp:2,fsdp:2", 2), ("pp:2,virtual=2,fsdp:2", 2)]
+)
+def test_four_processes_in_mixed_precision(world: World, layout: str, microbatch: int) -> None:
+    """Sub-layers are gathered in half the bytes, norms in attention are not, and gradients are summed in float32."""
+    agrees(world, layout, microbatch, model("block:4", qk_norm=True), torch.bfloat16)
 
 
 def test_untied_embeddings_and_copies(world: World) -> None:

@@ -85,13 +85,15 @@ def _serve(line: Any) -> None:
 def _run(path: str, name: str, arguments: tuple[Any, ...], grouped: bool) -> Any:
     from torch import distributed
 
+    from depthroute.parallel.world import leave
+
     if not grouped:
         return getattr(_module(Path(path)), name)(*arguments)
     distributed.init_process_group("gloo")
     try:
         return getattr(_module(Path(path)), name)(*arguments)
     finally:
-        distributed.destroy_process_group()
+        leave()
 
 
 def _module(path: Path) -> Any:
