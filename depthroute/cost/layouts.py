@@ -1,7 +1,7 @@
 """What a process of a parallel run holds and sends, and how long a step takes, for a shape in a layout of `depthroute.parallel`.
 
-Memory and traffic follow what the library does. The tests hold parameters, and all that is sent, to processes that run; what is gathered
-and which activations are held at once is counted from the order of the passes.
+Memory and traffic follow what the library does. The tests hold parameters, what pipelines have gathered of them, and all that is sent, to
+processes that run; the rest, and which activations are held at once, is counted from the order of the passes.
 
 - A pipeline cuts parameters by chunk; what several chunks use (a tied embedding) is on each of their stages. `fsdp` shards what is left,
   `tp` the matrices of attention and MLPs. Everything else is a group of its own, in shards over `fsdp` x `tp`. `ddp` copies.

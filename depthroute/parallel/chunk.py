@@ -54,15 +54,14 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kept: Kept, microbatch: int, numbers: Sequence[int | None], *sources: Tensor) -> tuple[Tensor, ...]:
         ctx.kept, ctx.microbatch, ctx.numbers = kept, microbatch, numbers
-        ctx.set_materialize_grads(False)
         return tuple(source.detach() for source in sources)  # no views: FSDP2 warns of a module that returns one
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         found: list[Tensor | None] = [None, None, None]
-        for number, gradient in zip(ctx.numbers, gradients, strict=True):
+        for number, gradient in zip(ctx.numbers, gradients, strict=True):  # zeros where this chunk uses none: the sender waits for one
             later = None if number is None else ctx.kept.give_back(ctx.microbatch, number)
-            found.append(gradient if later is None else later if gradient is None else gradient + later)
+            found.append(gradient if later is None else gradient + later)
         return tuple(found)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from depthroute.cost.estimate import Device
@@ -16,6 +18,7 @@ from depthroute.cost.shapes import shape_of
 from depthroute.model import ModelConfig
 from depthroute.parallel.layout import parse_layout
 from depthroute.parallel.network import Network
+from depthroute.parallel.stage import ChunkStage
 from depthroute.parallel.world import meshes
 from depthroute.residual import parse_residual
 from depthroute.train import initialise
@@ -74,10 +77,10 @@ def step(layout: str, microbatch: int, config: ModelConfig, precision: torch.dty
 
 
 def agrees(world: World, layout: str, microbatch: int, config: ModelConfig, precision: torch.dtype | None = None) -> None:
-    plan = parse_layout(layout)
+    plan, mixed = parse_layout(layout), precision is not None
     found = world.run(plan.processes, step, layout, microbatch, config, precision)
     cost = layout_cost(
-        shape_of(config), Device(), plan, sequences=SEQUENCES, microbatch=microbatch, context=TOKENS, mixed=precision is not None, dense=True
+        shape_of(config), Device(), plan, sequences=SEQUENCES, microbatch=microbatch, context=TOKENS, mixed=mixed, dense=True
     )  # fmt: skip
     for rank, (held, sent) in enumerate(found):
         stage = rank // (plan.processes // plan.pp)
@@ -105,6 +108,41 @@ def test_four_processes(world: World, layout: str) -> None:
 def test_four_processes_in_mixed_precision(world: World, layout: str, microbatch: int) -> None:
     """Sub-layers are gathered in half the bytes, norms in attention are not, and gradients are summed in float32."""
     agrees(world, layout, microbatch, model("block:4", qk_norm=True), torch.bfloat16)
+
+
+def most_gathered(layout: str, config: ModelConfig) -> int:
+    """Bytes of parameters that FSDP has whole behind a backward pass, at most; bf16."""
+    network = Network(
+        config, meshes(parse_layout(layout), torch.device("cpu")), sequences=SEQUENCES, microbatch=2, precision=torch.bfloat16,
+        fill=lambda module: initialise(module, 0),
+    )  # fmt: skip
+    assert network.pipeline is not None
+    stages, found = network.pipeline.stages, [0]
+    for stage in stages:
+        stage.backward_one_chunk = counting(stage.backward_one_chunk, stages, found)
+    network.accumulate(torch.randint(16, (network.rows, TOKENS + 1)), 0.0)
+    return max(found)
+
+
+def counting(backward: Callable[..., Any], stages: Sequence[ChunkStage], found: list[int]) -> Callable[..., Any]:
+    def counted(*arguments: Any, **options: Any) -> Any:
+        result = backward(*arguments, **options)
+        held = [parameter for stage in stages for parameter in stage.submod.parameters() if not isinstance(parameter, DTensor)]
+        found.append(sum(map(bytes_of, held)))
+        return result
+
+    return counted
+
+
+@pytest.mark.parametrize("layout", ["pp:2,fsdp:2", "pp:2,virtual=2,ddp:2"])
+def test_what_a_pipeline_has_gathered(world: World, layout: str) -> None:
+    config, plan = model("block:4", qk_norm=True), parse_layout(layout)
+    cost = layout_cost(
+        shape_of(config), Device(), plan, sequences=SEQUENCES, microbatch=2, context=TOKENS, mixed=True, dense=True
+    )  # fmt: skip
+    for rank, found in enumerate(world.run(4, most_gathered, layout, config)):
+        held = cost.held[rank // 2]
+        assert found == held.gathered - (plan.fsdp * held.gradients if plan.fsdp > 1 else 0)  # which are whole too
 
 
 def test_untied_embeddings_and_copies(world: World) -> None:
