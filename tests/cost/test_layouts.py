@@ -150,12 +150,14 @@ def test_sums_are_hidden_behind_the_backward_pass_that_makes_them() -> None:
         sent = slow.busiest.gathers + slow.busiest.gradients
         behind = slow.computing if slow.busiest.gathers else 2 / 3 * slow.computing * parts
         assert slow.communicating == pytest.approx(sent / 1e6 - behind, rel=1e-9)
-    assert found("fsdp:2", 1e9).communicating == 0
+    slow = found("fsdp:2", 1e-3)
+    enough = (slow.busiest.gathers + slow.busiest.gradients) / 1e9 / (0.9 * slow.computing)
+    assert found("fsdp:2", enough).communicating == 0  # more than one backward pass could hide
 
 
 def test_a_head_that_weighs_leaves_its_chunk_fewer_layers() -> None:
     found = cost("pp:4,microbatch=1", model(vocabulary=1_000))  # three layers and the rest of one: 3, 2, 2 and 1 of them
-    even = bubble(timed([2.0, 2.0, 2.0, 2.0 + 3.1], 4, 16, "1f1b"), 4)
+    even = bubble(timed([2.0, 2.0, 2.0, 2.0 + 2.9], 4, 16, "1f1b"), 4)
     assert 0 < found.bubble < even
 
 
