@@ -2,7 +2,8 @@
 
 A source that was sent to a process, or made there, is kept once a micro-batch. A later chunk of that process starts from it as a leaf of
 its own graph, where the gradients of all these chunks add up. When the backward pass comes to the chunk where the source came in, the sum
-is added to what that chunk has for it, and goes back once. So no graph reaches over a cut, and none is passed through twice.
+is added to what that chunk has for it, and goes back once. So no graph reaches over a cut, and none is passed through twice. These sums are
+in the dtype of the memory.
 
 Shapes: B sequences of a micro-batch, T tokens that a process has of each, D width.
 """

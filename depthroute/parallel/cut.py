@@ -144,6 +144,10 @@ def cut(
         dtype: that of the parameters.
         precision: that of autocast; None is none.
     """
+    if len(layers) == 1:  # nothing passes
+        with torch.device("meta"):
+            every = frozenset(name for name, _ in Decoder(config).named_parameters())
+        return Cut(tokens=(rows, tokens), layers=tuple(layers), sources=(), memories=(), parameters=(every,), hidden=dtype)
     found: dict[int, int] = {}  # number of the source by identity
     alive: list[Any] = []  # identities hold as long as their objects live
     sources: list[Source] = []

@@ -67,6 +67,12 @@ class Network:
             config, layers_of_chunks(config, layout.chunks), rows=self.microbatch, tokens=config.context // layout.tp,
             kind=world.device.type, dtype=dtype, precision=precision,
         )  # fmt: skip
+        for name, users in plan.shared().items():
+            if len({user % layout.pp for user in users}) < len(users):
+                raise RequestError(
+                    f"the parameter {name} is used in several stages of one process, with --parallel {layout.describe()} and the residual "
+                    f"method {config.residual.describe()}; leave virtual out."
+                )
         travels, kept = passages(plan, layout.pp, layout.keeps), Kept()
         numbers = range(world.place("pp"), layout.chunks, layout.pp)
         self._chunks = [
@@ -78,12 +84,6 @@ class Network:
             fill(chunk.decoder)
         self.parts = [chunk.decoder for chunk in self._chunks]
         self.named = [(name, parameter) for part in self.parts for name, parameter in part.named_parameters()]
-        for name in (held := [name for name, _ in self.named]):
-            if held.count(name) > 1:
-                raise RequestError(
-                    f"the parameter {name} is used in several stages of one process, with --parallel {layout.describe()} and the residual "
-                    f"method {config.residual.describe()}; leave virtual out."
-                )
         self._shared = SharedParameters(plan, world, [(chunk.number, chunk.decoder) for chunk in self._chunks])
         self.owned = [(name, parameter) for name, parameter in self.named if self._shared.is_first(name)]
         self._targets: Sequence[Tensor] = ()
@@ -92,8 +92,9 @@ class Network:
         self._nll = torch.zeros((), dtype=torch.float64, device=world.device)
         self._z_loss = 0.0
         self.pipeline = Pipeline(self._chunks, plan, travels, world, kept, microbatches) if microbatches else None
-        copies = layout.ddp == layout.processes > 1
-        self._copies = DistributedDataParallel(self._chunks[0], gradient_as_bucket_view=True) if copies else None
+        self._copies = None
+        if layout.ddp == layout.processes > 1:
+            self._copies = DistributedDataParallel(self._chunks[0], gradient_as_bucket_view=True, broadcast_buffers=False)
 
     def _sharded(self, chunk: Chunk) -> Chunk:
         """A chunk without memory in the form that this process holds it in, with memory and without values."""
@@ -106,8 +107,13 @@ class Network:
             shard(chunk, world, chunk.precision)
         chunk.to_empty(device=world.device)
         for module in chunk.modules():
-            reset = getattr(module, "reset_buffers", None)
-            if reset is not None:
+            if module._buffers:
+                reset = getattr(module, "reset_buffers", None)
+                if reset is None:
+                    raise RequestError(
+                        f"{type(module).__name__} has the buffer {next(iter(module._buffers))!r} and no reset_buffers(): a model on "
+                        "several processes is made without memory first. Give it that method, which fills the buffers in place."
+                    )
                 reset()
         return chunk
 
@@ -116,6 +122,11 @@ class Network:
 
         `batch`: this share's sequences, [R, T + 1] int64, the same on all processes of the share.
         """
+        if batch.shape != (self.rows, self.config.context + 1):
+            raise RequestError(
+                f"a batch of {list(batch.shape)} was given, and this share of the batch is {[self.rows, self.config.context + 1]}: "
+                "sequences by tokens of context and one."
+            )
         self._nll.zero_()
         self._z_loss = z_loss
         inputs, targets = self._share(batch[:, :-1]), self._share(batch[:, 1:])
@@ -128,7 +139,7 @@ class Network:
         else:
             self._accumulate_alone(torch.split(inputs, self.microbatch), torch.split(targets, self.microbatch), count)
         self._shared.add_up()
-        self._sum_of_all(self._nll)
+        distributed.all_reduce(self._nll)  # every token was seen once, in a pipeline by its last stage
         return self._nll.clone()
 
     def _accumulate_alone(self, inputs: Sequence[Tensor], targets: Sequence[Tensor], count: int) -> None:
@@ -155,10 +166,6 @@ class Network:
         place, parts = self.world.place("tp"), self.world.layout.tp
         return tokens.chunk(parts, dim=1)[place].contiguous()
 
-    def _sum_of_all(self, value: Tensor) -> None:
-        """Over everything that sees other tokens; in a pipeline, the last stage alone has anything to add."""
-        distributed.all_reduce(value)
-
     def gradient_norm(self) -> float:
         """Of all gradients of the model."""
         own: dict[int, list[Tensor]] = {}
@@ -175,15 +182,20 @@ class Network:
     def clip(self, limit: float, norm: float) -> None:
         """Scale the gradients to a norm of `limit`, as torch's clipping does."""
         for group in by_mesh([parameter for _, parameter in self.named]):
-            clip_grads_with_norm_(group, limit, torch.tensor(norm, dtype=torch.float64, device=self.world.device))
+            exact = torch.float64 if group[0].dtype == torch.float64 else torch.float32
+            clip_grads_with_norm_(group, limit, torch.tensor(norm, dtype=exact, device=self.world.device))
 
     @property
     def evaluation_rows(self) -> int:
-        """Sequences that `token_nll` takes at most."""
+        """Sequences that `token_nll` takes at most, in a pipeline; elsewhere as many as fit."""
         return (self.rows if self.pipeline is not None else self.microbatch) * self.world.layout.shares
 
     def token_nll(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """As `Decoder.token_nll`: nats of every target, [B, T]; every process gives and gets the same."""
+        """As `Decoder.token_nll`: nats of every target, [B, T] with T the context; every process gives and gets the same.
+
+        Raises:
+            RequestError: T is not the context, or there are more sequences than `evaluation_rows` in a pipeline.
+        """
         return self._measure(tokens, targets, torch.zeros_like(targets, dtype=torch.bool))[0]
 
     def token_nll_and_hits(self, tokens: Tensor, targets: Tensor, marked: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,6 +207,11 @@ class Network:
     def _measure(self, tokens: Tensor, targets: Tensor, marked: Tensor) -> tuple[Tensor, Tensor]:
         layout = self.world.layout
         sequences = len(tokens)
+        if tokens.shape[1] != self.config.context or (self.pipeline is not None and sequences > self.evaluation_rows):
+            raise RequestError(
+                f"{sequences} sequences of {tokens.shape[1]} tokens were given; they have {self.config.context} tokens"
+                + (f", and a pipeline takes {self.evaluation_rows} at once." if self.pipeline is not None else ".")
+            )
         rows = self.rows if self.pipeline is not None else -(-sequences // layout.shares)
         mine = self._rows(rows, sequences)
         inputs, wanted, where = (self._share(given[mine]) for given in (tokens, targets, marked))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from depthroute.parallel.chunk import Chunk
 from depthroute.parallel.layout import Layout
 from depthroute.parallel.world import World
 from depthroute.residual import RMSNorm
+
+SomeTensor = TypeVar("SomeTensor", bound=Tensor)
 
 
 def shard(chunk: Chunk, world: World, precision: torch.dtype | None) -> None:
@@ -89,9 +92,9 @@ def put(values: Tensor, into: Tensor) -> None:
     into.to_local().copy_(spread.to_local())
 
 
-def by_mesh(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in groups of one mesh, those that are in no shards first: operations on many take one mesh at a time."""
-    groups: dict[DeviceMesh | None, list[Tensor]] = {None: []}
+def by_mesh(tensors: Iterable[SomeTensor]) -> list[list[SomeTensor]]:
+    """The tensors in groups of one mesh, those that are no DTensors by themselves: no kernel takes both, or two meshes, in one list."""
+    groups: dict[DeviceMesh | None, list[SomeTensor]] = {}
     for tensor in tensors:
-        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
-    return (group for group in groups.values() if group)
+        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(groups.values())

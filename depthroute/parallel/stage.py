@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,9 +51,13 @@ class ChunkStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
         self._chunk.begin(fwd_chunk_id)
-        found = super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
+        try:
+            found = super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
+        except RuntimeError as error:  # torch's own wraps whatever a chunk raises
+            raise error.__cause__ or error from None
         if not self.has_backward:
             _let_go(self.args_recv_info.get(fwd_chunk_id, ()))
+            self.fwd_cache[fwd_chunk_id] = (() if self.is_last else self.fwd_cache[fwd_chunk_id][0], [])  # the inputs are not needed
             if self._ends[0]:
                 self._kept.release(fwd_chunk_id)
         return found
@@ -77,6 +82,8 @@ class ChunkStage(PipelineStage):
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[distributed.P2POp]:
         sent = super().get_fwd_send_ops(fwd_chunk_id)
+        if not self.has_backward:
+            self.fwd_cache[fwd_chunk_id] = ((), [])
         self._wire.forward += _bytes(sent)
         return sent
 
@@ -85,10 +92,27 @@ class ChunkStage(PipelineStage):
         self._wire.backward += _bytes(sent)
         return sent
 
+    def _prepare_forward_infra(self, *arguments: Any, **options: Any) -> Any:
+        with self._without_memory():
+            return super()._prepare_forward_infra(*arguments, **options)
+
+    def _prepare_backward_infra(self, *arguments: Any, **options: Any) -> Any:
+        with self._without_memory():
+            return super()._prepare_backward_infra(*arguments, **options)
+
+    @contextmanager
+    def _without_memory(self) -> Iterator[None]:
+        """What is allotted in the meantime is none."""
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+            for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
+                _let_go(infos)
+
     def _allot(self, buffers: Mapping[int, Sequence[Any]], microbatch: int, like: Sequence[Tensor]) -> None:
-        """Make the buffers of a micro-batch. Those of later ones are what torch has made ahead, if there are any."""
-        for later in range(microbatch + 1, len(buffers)):
-            _let_go(buffers[later])
+        """Make the buffers of a micro-batch."""
         for info, tensor in zip(buffers[microbatch], like, strict=True):
             if getattr(info, "buffer", None) is NOTHING:
                 graph = tensor.requires_grad and buffers is self.args_recv_info and self.has_backward

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 # The quintic of Jordan et al. (2024), steepest at zero: after five iterations all singular values lie between about 0.7 and 1.2.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -61,11 +62,8 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 
 def _orthogonal_shard(update: Tensor) -> Tensor:
     """`update` orthogonalised as one matrix, in the shards that it came in."""
-    if not hasattr(update, "device_mesh"):
+    if not isinstance(update, DTensor):
         return orthogonalised(update)
-    from torch.distributed.tensor import DTensor, Replicate  # not every torch has it
-
-    assert isinstance(update, DTensor)
     mesh, everywhere = update.device_mesh, [Replicate()] * update.device_mesh.ndim
     whole = orthogonalised(update.full_tensor()).contiguous()
     return DTensor.from_local(whole, mesh, everywhere, run_check=False).redistribute(placements=update.placements)

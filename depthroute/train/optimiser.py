@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from depthroute.model.linear import Projection
+from depthroute.parallel.sharding import by_mesh
 from depthroute.train.config import TrainConfig
 from depthroute.train.muon import Muon
 
@@ -98,7 +99,7 @@ def build_optimiser(model: nn.Module | Sequence[nn.Module], config: TrainConfig)
     if rest:
         optimisers.append(torch.optim.AdamW(rest, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True))
     if matrices:
-        groups = [{"params": parameters, "rate": config.matrix_rate} for parameters in _by_mesh([entry[2] for entry in matrices])]
+        groups = [{"params": parameters, "rate": config.matrix_rate} for parameters in by_mesh([entry[2] for entry in matrices])]
         optimisers.append(Muon(groups, config.learning_rate, config.weight_decay, config.momentum))
     optimiser = Optimiser(*optimisers)
     set_learning_rate(optimiser, config.learning_rate)
@@ -166,16 +167,8 @@ def _groups(
         groups[rate, decays(owner, name.rpartition(".")[2], parameter)].append(parameter)
     return [
         {"params": parameters, "weight_decay": weight_decay if decayed else 0.0, "rate": rate}
-        for (rate, decayed), together in groups.items() for parameters in _by_mesh(together)
+        for (rate, decayed), together in groups.items() for parameters in by_mesh(together)
     ]
-
-
-def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters of one mesh together, and those that are no DTensors: no kernel takes both, or two meshes, in one list."""
-    split: dict[Any, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        split.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return list(split.values())
 
 
 def _zeros(parameter: nn.Parameter, state: str) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -109,6 +110,33 @@ def test_sources_are_kept_for_their_micro_batch_alone(world: World) -> None:
     assert 5 <= most_first <= 4 * 5 and 5 <= most_second <= 4 * 5
 
 
+def fills_few_buffers() -> int:
+    """The most receive buffers that were there at once in two steps and an evaluation between them."""
+    found = network("block:2", "pp,microbatch=1", 12)
+    assert found.pipeline is not None
+    stage, most = found.pipeline.stages[0], 0
+    allot = stage._allot
+
+    def counted(*given: Any) -> None:
+        nonlocal most
+        allot(*given)
+        infos = [info for several in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()) for info in several]
+        most = max(most, sum(getattr(info, "buffer", None) is not None and info.buffer.numel() > 0 for info in infos))
+
+    stage._allot = counted  # type: ignore[method-assign]
+    batch = torch.randint(17, (12, 7), generator=torch.Generator().manual_seed(0))
+    found.accumulate(batch, 0.0)
+    found.token_nll(batch[:, :-1], batch[:, 1:])
+    found.accumulate(batch, 0.0)
+    return most
+
+
+def test_buffers_are_made_when_they_are_filled(world: World) -> None:
+    """Of twelve micro-batches two are under way in a stage of two, with five sources each: the first step and one behind an evaluation,
+    for which torch itself would make all of them, are no others."""
+    assert max(world.run(2, fills_few_buffers)) <= 2 * 5
+
+
 def test_a_kept_source_is_the_one_that_arrived() -> None:
     kept, arrived = Kept(), torch.zeros(3, requires_grad=True)
     kept.keep(0, 7, arrived)
@@ -130,6 +158,23 @@ def refused() -> None:
         network("block:2", "tp", 4, heads=3)
     with pytest.raises(RequestError, match="looks inside"):
         network("value-residual", "tp", 4)
+    found = network("block:2", "pp", 4)
+    with pytest.raises(RequestError, match=r"a batch of \[3, 7\] was given, and this share of the batch is \[4, 7\]"):
+        found.accumulate(torch.zeros(3, 7, dtype=torch.long), 0.0)
+    for given in ((5, 6), (4, 5)):
+        tokens = torch.zeros(given, dtype=torch.long)
+        with pytest.raises(RequestError, match="they have 6 tokens, and a pipeline takes 4 at once"):
+            found.token_nll(tokens, tokens)
+    attnres = type(shape("block:2").residual)  # a method with a buffer that nothing fills again
+    real = attnres.module
+
+    def with_buffer(self: Any, body: Any) -> Any:
+        made = real(self, body)
+        made.register_buffer("table", torch.ones(3))
+        return made
+
+    with mock.patch.object(attnres, "module", with_buffer), pytest.raises(RequestError, match="no reset_buffers"):
+        network("block:2", "ddp", 4)
 
 
 def test_what_does_not_fit_is_refused_before_any_work(world: World) -> None:
