@@ -68,10 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DepthrouteError as error:
         if debug:
             raise
-        print(f"depthroute {name}: {error}", file=sys.stderr)
+        if not error.everywhere or _first_process():
+            print(f"depthroute {name}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as interruption:
-        print(str(interruption) or f"depthroute {name}: interrupted.", file=sys.stderr)
+        if _first_process():
+            print(str(interruption) or f"depthroute {name}: interrupted.", file=sys.stderr)
         return INTERRUPTED
     except OSError as error:
         if debug:
@@ -88,6 +90,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"depthroute {name}: unexpected {type(error).__name__}: {what[0]} (--debug shows where)", file=sys.stderr)
         return FailureError.exit_code
     return 0
+
+
+def _first_process() -> bool:
+    """Of those that torchrun started, or the only one."""
+    return "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0"
 
 
 def _drop_unwritten_output() -> None:

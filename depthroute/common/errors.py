@@ -7,9 +7,16 @@ from difflib import get_close_matches
 
 
 class DepthrouteError(Exception):
-    """Anything this library refuses or fails at, with a message written for the person reading it."""
+    """Anything this library refuses or fails at, with a message written for the person reading it.
+
+    `everywhere`: all processes of a run raise it, and the first one says it for all.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str, *, everywhere: bool = False) -> None:
+        super().__init__(message)
+        self.everywhere = everywhere
 
 
 class RequestError(DepthrouteError, ValueError):

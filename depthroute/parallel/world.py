@@ -152,6 +152,7 @@ def from_first(make: Callable[[], Value], group: ProcessGroup | None = None) -> 
             outcome[1].__cause__ = error
     distributed.broadcast_object_list(outcome, group=group, group_src=0)
     if outcome[1] is not None:
+        outcome[1].everywhere = True
         raise outcome[1]
     value: Value = outcome[0]
     return value

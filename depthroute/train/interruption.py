@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
+
+SAME_SECONDS = 5.0
 
 
 class Interruption:
     """While it is entered, the first SIGINT or SIGTERM sets `requested` and gives the signals back: a second one acts at once.
 
-    Signals belong to the main thread; in another one nothing is caught.
+    A SIGTERM that follows within seconds may be the same one, see `passed_on`. Signals belong to the main thread; in another one nothing is
+    caught.
     """
 
     def __init__(self, *, passed_on: bool = False) -> None:
         """`passed_on`: torchrun passes SIGTERM on, also to processes that have had it already, so that a second one says nothing new."""
         self.requested = False
         self._passed_on = passed_on
+        self._since = 0.0
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interruption:
@@ -30,8 +35,12 @@ class Interruption:
         self._restore()
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-        self._restore(keep=signal.SIGTERM if self._passed_on else None)
+        if not self.requested:
+            self.requested, self._since = True, time.monotonic()
+            self._restore(keep=signal.SIGTERM if self._passed_on else None)
+        elif time.monotonic() - self._since > SAME_SECONDS:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self, keep: int | None = None) -> None:
         for number in self._previous.keys() - {keep}:

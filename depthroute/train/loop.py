@@ -149,10 +149,11 @@ class _Run:
                 self._announce(console, facts)
             self.folder.sinks = Sinks(sinks, self.config, self.folder.path, console.line)
             self._milestone(console)
+            wish = self.workers.agreed(self.interruption.requested)
             while self.step < steps:
-                if self.workers.agreed(self.interruption.requested):
+                if wish:
                     self._stop(console)
-                self._optimise(console)
+                wish = self._optimise(console)
                 self._milestone(console)
                 every = self.settings.checkpoint_every
                 if (every and self.step % every == 0) or self.step == steps or self.step in self.settings.keep_checkpoints:
@@ -199,9 +200,11 @@ class _Run:
                 console.line("the first {step} steps are those of {folder}".format(**first["branched_from"]))
             for name in ("processor", "instructions", "threads", "packages", "depth_attention", "parallel"):
                 if first.get(name) != facts.get(name):
-                    console.line(f"{name} was {first.get(name)} and is {facts.get(name)}: the last bits of the losses may differ")
+                    was, now = (_layout(fact) if name == "parallel" else fact for fact in (first.get(name), facts.get(name)))
+                    console.line(f"{name} was {was} and is {now}: the last bits of the losses may differ")
 
-    def _optimise(self, console: Console) -> None:
+    def _optimise(self, console: Console) -> bool:
+        """One step; whether any process wishes to stop, which each says when it has taken it, so that the slowest is waited for."""
         started = time.perf_counter()
         settings, step = self.settings, self.step
         nll = self.workers.accumulate(self.workers.batch(self.order, self.training_tokens, step))
@@ -215,20 +218,23 @@ class _Run:
         self.workers.optimiser.step()
         self.workers.optimiser.zero_grad()
         self.step = step + 1
+        wish = self.workers.agreed(self.interruption.requested)
         seconds = time.perf_counter() - started
         self.folder.add_metrics({
             "step": self.step, "tokens": self.step * self.config.tokens_per_step, "loss": loss, "learning_rate": rate,
             "gradient_norm": gradient_norm, "seconds": seconds,
         })
         console.step(self.step, loss, self.config.tokens_per_step, seconds)
+        return wish
 
     def _refuse_step(self, loss: float, gradient_norm: float) -> None:
         self.folder.flush()
+        self.workers.saved()
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the norm of the gradient is {gradient_norm}"
         raise FailureError(
             f"{what} at step {self.step + 1} of {self.folder.path}; the step was not taken, and the last checkpoint is that of step "
-            f"{self.saved or 0}. Lower train.learning_rate or lengthen its warm-up, in a new folder."
-        )
+            f"{self.saved or 0}. Lower train.learning_rate or lengthen its warm-up, in a new folder.", everywhere=True,
+        )  # fmt: skip
 
     def _evaluated(self) -> bool:
         due = self.step == self.settings.steps or self.step in self.settings.milestones
@@ -321,6 +327,10 @@ def for_data(config: RunConfig, data: TokenDataset) -> RunConfig:
 def _console(config: RunConfig, path: Path, first_step: int, *, visible: bool, writes: bool = True) -> Console:
     log = path / "log.txt" if writes else None
     return Console(log, label=path.name, steps=config.train.steps, first_step=first_step, visible=visible)
+
+
+def _layout(fact: dict[str, Any] | None) -> str:
+    return "one process" if fact is None else "{layout} on {processes} processes".format(**fact)
 
 
 @contextmanager

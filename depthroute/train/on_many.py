@@ -6,6 +6,7 @@ that it holds by its name. Losses and weights are then the same up to rounding, 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from depthroute.common.config import to_json
+from depthroute.common.errors import RequestError
 from depthroute.data import BatchOrder
 from depthroute.model import Decoder
 from depthroute.parallel.network import Network
@@ -22,14 +25,16 @@ from depthroute.train import sharded
 from depthroute.train.config import RunConfig
 from depthroute.train.initialise import initialise
 from depthroute.train.optimiser import build_optimiser
+from depthroute.train.run_folder import flattened
 
 
 class OnMany:
     """The interface of `OnOne`; every process calls the same methods in the same order."""
 
     def __init__(self, config: RunConfig, world: World) -> None:
-        """Raises RequestError where the layout does not fit the model or the batch."""
+        """Raises RequestError where the layout does not fit the model or the batch, or where the processes have not the same run."""
         settings = config.train
+        _check_same(config)
         self.world, self.first = world, world.rank == 0
         self._z_loss = settings.z_loss
         self.network = Network(
@@ -73,12 +78,31 @@ class OnMany:
             saving.wait()
 
     def agreed(self, wish: bool) -> bool:
-        return self.largest(int(wish)) > 0
+        """Also notices a checkpoint that could not be written: FailureError on every process."""
+        failed = self._saving is not None and self._saving.failed()
+        found = self.largest(2 if failed else int(wish))
+        if found > 1:
+            self.saved()
+        return found > 0
 
     def from_first(self, make: Callable[[], Value]) -> Value:
         return from_first(make)
 
     def largest(self, value: int) -> int:
-        found = torch.tensor(value, device=self.world.device)
+        found = torch.tensor(value)  # over the CPU: a GPU need not be waited for
         distributed.all_reduce(found, op=distributed.ReduceOp.MAX)
         return int(found.item())
+
+
+def _check_same(config: RunConfig) -> None:
+    """Refuse processes that were given different runs, or made different ones of the same request on different machines."""
+    own = flattened(to_json(dataclasses.replace(config, data="")))
+    everyone: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyone, own)
+    for rank, theirs in enumerate(everyone):
+        for name in sorted(own.keys() | theirs.keys()):
+            if theirs.get(name) != everyone[0].get(name):
+                raise RequestError(
+                    f"process {rank} has {name} = {theirs.get(name)!r} and the first one {everyone[0].get(name)!r}: all processes need the "
+                    "same request, data and packages, and where something is 'auto', machines of one kind.", everywhere=True,
+                )  # fmt: skip

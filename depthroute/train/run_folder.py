@@ -203,8 +203,8 @@ def refuse_other_configuration(path: Path, recorded: RunConfig | None, wanted: R
         return
     if checkpoint.latest(path) == checkpoint.folder(path, 0):
         recorded = dataclasses.replace(recorded, train=wanted.train, data_fingerprint=wanted.data_fingerprint)
-    there = _flat(to_json(dataclasses.replace(recorded, data="")))
-    here = _flat(to_json(dataclasses.replace(wanted, data="")))
+    there = flattened(to_json(dataclasses.replace(recorded, data="")))
+    here = flattened(to_json(dataclasses.replace(wanted, data="")))
     for name in [*here, *(name for name in there if name not in here)]:
         if there.get(name) != here.get(name):
             raise RequestError(
@@ -212,12 +212,13 @@ def refuse_other_configuration(path: Path, recorded: RunConfig | None, wanted: R
             )
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def flattened(value: Any, prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested dictionaries by their dotted names."""
     if not isinstance(value, dict):
         return {prefix: value}
     flat: dict[str, Any] = {}
     for key, inner in value.items():
-        flat.update(_flat(inner, f"{prefix}.{key}" if prefix else key))
+        flat.update(flattened(inner, f"{prefix}.{key}" if prefix else key))
     return flat
 
 
