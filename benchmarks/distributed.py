@@ -35,16 +35,18 @@ from depthroute.train.devices import keep_freed_memory
 from depthroute.train.on_many import OnMany
 from depthroute.train.on_one import OnOne
 
-ARMS = {"prenorm": "PreNorm", "block": "Block AttnRes", "rd": "RD-AttnRes"}
+ARMS = {"prenorm": "PreNorm", "block": "Block AttnRes", "rd": "RD-AttnRes", "full": "Full AttnRes"}
 BODY = ("model.width=768", "model.heads=12", "model.mlp_width=2048", "model.context=512", "model.layers=8", "train.precision=float32")
 SUBLAYERS, WIDTH, CONTEXT, FLOAT = 32, 16, 8, 4  # of the model whose bytes are counted
+# Narrow, so that what is sent weighs more beside what is computed.
+NARROW = ("model.width=128", "model.heads=2", "model.mlp_width=352", "model.context=1024", "model.layers=8", "train.precision=float32")
 KEEPS: dict[Keeps, str] = {"none": "sending all (naive)", "received": "keeping what was received", "all": "keeping all"}
 SUITE_MINUTES = 8.0
 
 
-def run_config(arm: str, sequences: int) -> RunConfig:
-    settings = changes([*BODY, f"train.sequences={sequences}", "train.microbatch=1", "train.threads=1"])
-    return resolve(run_of(recipe("small"), Path(), residual=arm if arm == "prenorm" else f"{arm}:2", settings=settings))
+def run_config(arm: str, sequences: int, body: tuple[str, ...] = BODY) -> RunConfig:
+    settings = changes([*body, f"train.sequences={sequences}", "train.microbatch=1", "train.threads=1"])
+    return resolve(run_of(recipe("small"), Path(), residual=f"{arm}:2" if arm in ("block", "rd") else arm, settings=settings))
 
 
 def step_of(workers: OnOne | OnMany, config: RunConfig) -> Callable[[], None]:
@@ -68,18 +70,18 @@ def step_of(workers: OnOne | OnMany, config: RunConfig) -> Callable[[], None]:
 def copies(repeats: int) -> dict[str, list[float]]:
     """Seconds of a step: each arm on two processes as copies of one model, and as two models that know nothing of each other."""
     candidates = {}
-    for arm in ARMS:
+    for arm in ("prenorm", "block", "rd"):
         together, apart = run_config(arm, 4), run_config(arm, 2)
         candidates[f"{arm} together"] = step_of(OnMany(together, meshes(parse_layout("ddp:2"), torch.device("cpu"))), together)
         candidates[f"{arm} apart"] = step_of(OnOne(apart), apart)
     return interleaved(candidates, repeats=repeats)
 
 
-def pipeline(repeats: int) -> dict[str, list[float]]:
-    """Seconds of a step of interleaved 1F1B on two processes with two stages each: PreNorm, and the routed arms by what is kept."""
+def pipeline(repeats: int, body: tuple[str, ...], arms: tuple[tuple[str, str], ...]) -> dict[str, list[float]]:
+    """Seconds of a step of interleaved 1F1B on two processes with two stages each, of arms and what they keep."""
     candidates = {}
-    for arm, keeps in (("prenorm", "all"), ("block", "none"), ("block", "received"), ("block", "all"), ("rd", "none"), ("rd", "all")):
-        config = run_config(arm, 4)
+    for arm, keeps in arms:
+        config = run_config(arm, 4, body)
         world = meshes(parse_layout(f"pp:2,virtual=2,keeps={keeps}"), torch.device("cpu"))
         candidates[f"{arm} {keeps}"] = step_of(OnMany(config, world), config)
     return interleaved(candidates, repeats=repeats)
@@ -156,7 +158,8 @@ def slowest(everyone: list[dict[str, list[float]]]) -> dict[str, list[float]]:
 def rows_of_copies(repeats: int) -> list[Row]:
     seconds = slowest(on_processes(2, copies, repeats))
     rows, shares = [], {}
-    for arm, label in ARMS.items():
+    for arm in ("prenorm", "block", "rd"):
+        label = ARMS[arm]
         lowest, median = ratios(seconds, f"{arm} apart", f"{arm} together")
         shares[arm] = median
         target = None if arm == "prenorm" else 0.9
@@ -168,18 +171,23 @@ def rows_of_copies(repeats: int) -> list[Row]:
 
 
 def rows_of_pipeline(repeats: int) -> list[Row]:
-    seconds = slowest(on_processes(2, pipeline, repeats))
+    arms = (("prenorm", "all"), ("block", "all"), ("rd", "all"))
+    seconds = slowest(on_processes(2, pipeline, repeats, BODY, arms))
     rows = []
     for arm in ("block", "rd"):
-        label = f"pipeline, P = 2, V = 2: {ARMS[arm]}"
-        lowest, median = ratios(seconds, f"{arm} all", f"{arm} none")
-        rows.append(Row(f"{label}, cached over naive (median of pairs)", median, 1.0, unit="x"))
-        rows.append(Row(f"{label}, cached over naive (minima)", lowest, unit="x"))
         lowest, median = ratios(seconds, f"{arm} all", "prenorm all")
-        rows.append(Row(f"{label} over PreNorm (median of pairs)", median, 1.05, unit="x"))
-        rows.append(Row(f"{label} over PreNorm (minima)", lowest, unit="x"))
-    lowest, median = ratios(seconds, "block received", "block none")
-    rows.append(Row("pipeline, P = 2, V = 2: Block AttnRes, keeping what was received, over naive (median of pairs)", median, unit="x"))
+        rows.append(Row(f"pipeline, P = 2, V = 2: {ARMS[arm]} over PreNorm (median of pairs)", median, 1.05, unit="x"))
+        rows.append(Row(f"pipeline, P = 2, V = 2: {ARMS[arm]} over PreNorm (minima)", lowest, unit="x"))
+    return rows
+
+
+def rows_of_transport(repeats: int) -> list[Row]:
+    rows = []
+    for arm in ("block", "full"):
+        seconds = slowest(on_processes(2, pipeline, 6 * repeats, NARROW, ((arm, "none"), (arm, "all"))))
+        lowest, median = ratios(seconds, f"{arm} all", f"{arm} none")
+        rows.append(Row(f"pipeline, P = 2, V = 2: {ARMS[arm]}, cached over naive (median of pairs)", median, 1.0, unit="x"))
+        rows.append(Row(f"pipeline, P = 2, V = 2: {ARMS[arm]}, cached over naive (minima)", lowest, unit="x"))
     return rows
 
 
@@ -222,17 +230,18 @@ def rows_of_suite() -> list[Row]:
     ]
 
 
-PARTS = {"copies": rows_of_copies, "pipeline": rows_of_pipeline, "wire": rows_of_wire, "suite": rows_of_suite}
+TIMED = {"copies": rows_of_copies, "pipeline": rows_of_pipeline, "transport": rows_of_transport}
+PARTS = {**TIMED, "wire": rows_of_wire, "suite": rows_of_suite}
 
 
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--part", choices=list(PARTS), action="append", help="only this part; may be given more than once")
-    options.add_argument("--repeats", type=int, default=8)
+    options.add_argument("--repeats", type=int, default=5)
     given = options.parse_args()
     rows: list[Row] = []
     for name in given.part or PARTS:
-        rows += PARTS[name](given.repeats) if name in ("copies", "pipeline") else PARTS[name]()
+        rows += TIMED[name](given.repeats) if name in TIMED else PARTS[name]()
     finish(rows, given)
 
 

@@ -7,9 +7,11 @@ Shapes: R sequences of the batch that this process's share has, T tokens of cont
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -28,6 +30,8 @@ from depthroute.parallel.sharding import by_mesh, local, shard, synchronise
 from depthroute.parallel.shared import SharedParameters
 from depthroute.parallel.tensor import check_tensor, shard_layer
 from depthroute.parallel.world import World
+
+DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 
 
 class Network:
@@ -94,7 +98,10 @@ class Network:
         self.pipeline = Pipeline(self._chunks, plan, travels, world, kept, microbatches) if microbatches else None
         self._copies = None
         if layout.ddp == layout.processes > 1:
-            self._copies = DistributedDataParallel(self._chunks[0], gradient_as_bucket_view=True, broadcast_buffers=False)
+            # buffers are the same everywhere; the option that says so got another name
+            name = "forward_sync_buffers" if "forward_sync_buffers" in DDP_OPTIONS else "broadcast_buffers"
+            quiet: dict[str, Any] = {name: False}
+            self._copies = DistributedDataParallel(self._chunks[0], gradient_as_bucket_view=True, **quiet)
 
     def _sharded(self, chunk: Chunk) -> Chunk:
         """A chunk without memory in the form that this process holds it in, with memory and without values."""

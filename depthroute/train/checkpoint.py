@@ -15,7 +15,7 @@ import hashlib
 import os
 import shutil
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,8 @@ FORMAT = 1
 MODEL, OPTIMISER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 SHARDED = "sharded"
 
+File = dict[str, Any]  # in state.json: "bytes" and "sha256"
+
 
 def save(
     run: Path, step: int, model: nn.Module, optimiser: Optimiser, state: dict[str, Any], *, keep: Collection[int] = ()
@@ -57,11 +59,31 @@ def save(
     return target
 
 
-def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
-    """Write the state of a checkpoint that has its tensors, with the sizes and hashes of its files."""
-    names = sorted(path.name for path in checkpoint.glob("*.safetensors")) if is_sharded(state) else (MODEL, OPTIMISER)
-    files = {name: {"bytes": (checkpoint / name).stat().st_size, "sha256": sha256_of(checkpoint / name)} for name in names}
-    write_json(checkpoint / STATE, {**state, "files": files})
+def write_state(checkpoint: Path, state: dict[str, Any], files: Mapping[str, File] | None = None) -> None:
+    """Write the state of a checkpoint that has its tensors, with the sizes and hashes of its files.
+
+    Args:
+        files: those of the sharded form, as the ranks that wrote them tell. None: the two of the plain form.
+
+    Raises:
+        FailureError: a file of `files` is not there, or has another size.
+    """
+    if files is None:
+        files = {name: recorded(checkpoint / name) for name in (MODEL, OPTIMISER)}
+    for name, entry in files.items():
+        file = checkpoint / name
+        size = file.stat().st_size if file.exists() else None
+        if size != entry["bytes"]:
+            here = "is not there" if size is None else f"has {size} bytes"
+            raise FailureError(
+                f"{file} {here} for the first rank and has {entry['bytes']} for the one that wrote it; run all ranks on one file system."
+            )
+    write_json(checkpoint / STATE, {**state, "files": {name: files[name] for name in sorted(files)}})
+
+
+def recorded(file: Path) -> File:
+    """What the state of a checkpoint says of one of its files."""
+    return {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
 
 
 def folder(run: Path, step: int) -> Path:

@@ -148,13 +148,13 @@ class _Run:
             if self.workers.first:
                 self._announce(console, facts)
             self.folder.sinks = Sinks(sinks, self.config, self.folder.path, console.line)
-            self._milestone(console)
+            self._milestone(console)  # one that was cut short is seen at once by what follows
             wish = self.workers.agreed(self.interruption.requested)
             while self.step < steps:
                 if wish:
                     self._stop(console)
                 wish = self._optimise(console)
-                self._milestone(console)
+                wish = not self._milestone(console) or wish
                 every = self.settings.checkpoint_every
                 if (every and self.step % every == 0) or self.step == steps or self.step in self.settings.keep_checkpoints:
                     self._save()
@@ -240,18 +240,20 @@ class _Run:
         due = self.step == self.settings.steps or self.step in self.settings.milestones
         return not due or self.workers.from_first(lambda: any(line["step"] == self.step for line in self.folder.evaluations()))
 
-    def _milestone(self, console: Console) -> None:
-        """Evaluate if this step asks for it. When it is interrupted, the run that continues catches up on it first."""
+    def _milestone(self, console: Console) -> bool:
+        """Evaluate if this step asks for it; false if it was interrupted: the run that continues catches up on it first."""
         if self._evaluated():
-            return
+            return True
         settings = self.settings
         measured = evaluate(
             self.workers.network, self.validation_tokens, context=self.config.model.context, limit_tokens=settings.evaluation_tokens,
             microbatch=self.workers.evaluation_rows, device=settings.device, precision=settings.precision,
             boundaries=self.validation_boundaries, markers=self.markers, stop=lambda: self.workers.agreed(self.interruption.requested),
         )
-        if measured is not None:
-            self.workers.from_first(lambda: self._record(measured, console))
+        if measured is None:
+            return False
+        self.workers.from_first(lambda: self._record(measured, console))
+        return True
 
     def _record(self, measured: Evaluation, console: Console) -> None:
         if self.step == self.settings.steps and measured.documents is not None:

@@ -62,8 +62,9 @@ class OnMany:
         self.network.clip(limit, norm)
 
     def load(self, found: Path) -> dict[str, Any]:
-        tensors = dict(self.network.named) | self.optimiser.make_state(self.network.named, sorted(sharded.names(found)))
-        return sharded.load(found, tensors)
+        return sharded.load(
+            found, lambda names: dict(self.network.named) | self.optimiser.make_state(self.network.named, sorted(names))
+        )
 
     def save(self, run: Path, step: int, state: dict[str, Any], keep: Collection[int]) -> None:
         self.saved()

@@ -61,6 +61,9 @@ def placed(whole: dict[str, Tensor], layout: str) -> dict[str, Tensor]:
         mesh = init_device_mesh("cpu", (ranks,))
         dimension = 1 if layout == "columns" else 0
         return {name: on(mesh, tensor, Shard(min(dimension, max(tensor.ndim - 1, 0)))) for name, tensor in whole.items()}
+    if layout == "copies":  # plain ones, and DTensors that are whole everywhere
+        mesh = init_device_mesh("cpu", (ranks,))
+        return {name: on(mesh, tensor, Replicate()) if i % 2 else tensor for i, (name, tensor) in enumerate(whole.items())}
     mesh = init_device_mesh("cpu", (2, ranks // 2))
     first = Replicate() if layout == "hybrid" else Shard(0)
     return {name: on(mesh, tensor, first, Shard(tensor.ndim - 1)) for name, tensor in whole.items()}
@@ -74,6 +77,10 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def names_in(checkpoint: Path) -> set[str]:
+    return set(plain.shapes(checkpoint, plain.read_state(checkpoint)))
+
+
 def write(run: Path, step: int, layout: str, dtype: str = "float64", keep: tuple[int, ...] = ()) -> list[str]:
     tensors = placed(values(step, dtype), layout)
     sharded.save(run, step, tensors, {"tokens": 5 * step}, model=[name for name in tensors if name in MODEL], keep=keep).wait()
@@ -84,7 +91,7 @@ def write(run: Path, step: int, layout: str, dtype: str = "float64", keep: tuple
 def read_back(checkpoint: Path, layout: str, dtype: str = "float64") -> int:
     wanted = values(read_json(checkpoint / "state.json")["step"], dtype)
     tensors = placed({name: torch.full_like(tensor, torch.nan) for name, tensor in wanted.items()}, layout)
-    state = sharded.load(checkpoint, tensors)
+    state = sharded.load(checkpoint, lambda _: tensors)
     for name, tensor in tensors.items():
         assert torch.equal(full(tensor), wanted[name]), name
     assert state["tokens"] == 5 * state["step"]
@@ -115,9 +122,9 @@ def test_what_is_written_on_some_ranks_comes_back_on_any_number_bit_for_bit(
     found = plain.folder(tmp_path, 3)
     for others, other in ((1, "plain"), (2, "mixed"), (3, "rows"), (3, "stages"), (4, "grid"), (4, "hybrid"), (2, "columns")):
         assert sum(world.run(others, read_back, found, other, dtype)) >= len(SHAPES)
-    assert sharded.names(found) == set(SHAPES)
+    assert names_in(found) == set(SHAPES)
     alone = {name: torch.full_like(tensor, torch.nan) for name, tensor in values(3, dtype).items()}
-    assert sharded.load(found, alone)["step"] == 3  # without a process group
+    assert sharded.load(found, lambda _: alone)["step"] == 3  # without a process group
     assert all(torch.equal(alone[name], tensor) for name, tensor in values(3, dtype).items())
 
 
@@ -148,6 +155,114 @@ def test_what_several_ranks_hold_is_written_once(tmp_path: Path, world: World, r
     written = sum(tensor.numel() for shard in shards for tensor in shard.values())
     assert written == sum(tensor.numel() for tensor in values(1, "float64").values())
     assert sum(held for _, held in world.run(ranks, parts, layout)) > written
+
+
+def staged(run: Path, layout: str) -> dict[str, int]:
+    """The tensors that this rank copies for a checkpoint, and how many elements of each."""
+    found: dict[str, int] = {}
+    real = sharded.async_save
+
+    def noted(tensors: dict[str, Tensor], **options: Any) -> Any:
+        found.update({name: (part.to_local() if isinstance(part, DTensor) else part).numel() for name, part in tensors.items()})
+        return real(tensors, **options)
+
+    sharded.async_save = noted
+    try:
+        write(run, 1, layout)
+    finally:
+        sharded.async_save = real
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "layout", "most"), [(2, "plain", 55), (3, "copies", 38), (4, "hybrid", 34), (4, "copies", 35)])
+def test_of_what_several_ranks_hold_each_copies_its_share_alone(
+    tmp_path: Path, world: World, ranks: int, layout: str, most: int
+) -> None:
+    found = world.run(ranks, staged, tmp_path, layout)
+    assert sum(sum(part.values()) for part in found) == sum(tensor.numel() for tensor in values(1, "float64").values())
+    assert max(sum(part.values()) for part in found) <= most
+    assert set().union(*found) == set(SHAPES)
+    for others, other in ((1, "plain"), (2, "mixed"), (3, "copies")):
+        world.run(others, read_back, plain.folder(tmp_path, 1), other)
+
+
+def write_one_tensor(run: Path) -> list[str]:
+    sharded.save(run, 1, {"a": torch.ones(2)}, {}, model=["a"]).wait()
+    distributed.barrier()
+    return list(plain.read_state(plain.folder(run, 1))["files"])
+
+
+def test_a_rank_without_a_share_writes_no_file(tmp_path: Path, world: World) -> None:
+    assert [len(files) for files in world.run(3, write_one_tensor, tmp_path)] == [1, 1, 1]
+    plain.verify(plain.folder(tmp_path, 1))
+
+
+def save_with_a_late_listing(run: Path) -> list[str]:
+    """As on a file system over the network, where the first rank does not see yet what the others have made; what this rank hashed."""
+    real, recorded, hashed = Path.glob, plain.recorded, list[str]()
+
+    def noted(file: Path) -> plain.File:
+        hashed.append(file.name)
+        return recorded(file)
+
+    def late(path: Path, pattern: str) -> Any:
+        return (found for found in real(path, pattern) if "shard-00002" not in found.name)
+
+    if distributed.get_rank() == 0:
+        Path.glob = late  # type: ignore[method-assign,assignment]
+    plain.recorded = noted
+    try:
+        write(run, 1, "rows")
+    finally:
+        Path.glob, plain.recorded = real, recorded  # type: ignore[method-assign]
+    return hashed
+
+
+def test_the_state_names_the_shards_that_the_ranks_wrote_whatever_the_first_one_sees(tmp_path: Path, world: World) -> None:
+    hashed = world.run(2, save_with_a_late_listing, tmp_path)
+    found = plain.folder(tmp_path, 1)
+    assert [[f"shard-0000{rank + 1}-" in name for name in names] for rank, names in enumerate(hashed)] == [[True], [True]]
+    assert sorted(plain.verify(found)["files"]) == sorted(path.name for path in found.glob("*.safetensors"))
+    world.run(2, read_back, found, "columns")
+
+
+def save_and_lose(run: Path, what: str) -> str:
+    """The second rank's shard cannot be hashed, or is gone or cut behind its hash."""
+    real = plain.recorded
+
+    def losing(file: Path) -> plain.File:
+        if what == "full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if what == "broken":
+            raise ValueError("no hash today")
+        found = real(file)
+        if what == "cut":
+            os.truncate(file, 10)
+        else:
+            file.unlink()
+        return found
+
+    if distributed.get_rank() == 1:
+        plain.recorded = losing
+    try:
+        return refusal(write_two, run)
+    finally:
+        plain.recorded = real
+
+
+@pytest.mark.parametrize(
+    ("what", "words", "both"),
+    [
+        ("full", "the disk is full while writing", True), ("broken", "ValueError on rank 1: no hash today", True),
+        ("gone", "-00001.safetensors is not there for the first rank", False), ("cut", "has 10 bytes for the first rank", False),
+    ],
+)  # fmt: skip
+def test_a_shard_that_is_lost_on_one_rank_fails_the_checkpoint(tmp_path: Path, world: World, what: str, words: str, both: bool) -> None:
+    world.run(2, write, tmp_path, 1, "rows")
+    found = world.run(2, save_and_lose, tmp_path, what)
+    assert [text.startswith("FailureError") and words in text and "step-00000002" in text for text in found] == [True, both], found
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    world.run(2, read_back, plain.folder(tmp_path, 1), "rows")
 
 
 def test_older_checkpoints_go_and_kept_ones_stay(tmp_path: Path, world: World) -> None:
@@ -266,7 +381,7 @@ def load_what_does_not_fit(checkpoint: Path, change: str) -> str:
         tensors.pop("b.weight", None)
     if change == "other" and "c.bias" in tensors:
         tensors["c.bias"] = torch.zeros(4)
-    return refusal(sharded.load, checkpoint, tensors)
+    return refusal(sharded.load, checkpoint, lambda _: tensors)
 
 
 @pytest.mark.parametrize(
@@ -284,11 +399,33 @@ def test_what_does_not_fit_is_refused_by_name_on_every_rank(tmp_path: Path, worl
 
 
 def load_damaged(checkpoint: Path) -> str:
-    return refusal(read_back, checkpoint, "rows")
+    def unread(names: set[str]) -> dict[str, Tensor]:
+        raise AssertionError(f"{len(names)} names were read from files that nobody has verified")
+
+    return refusal(sharded.load, checkpoint, unread)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "altered", "missing"])
-def test_a_damaged_shard_is_named_on_every_rank(tmp_path: Path, world: World, damage: str) -> None:
+def load_for_another_optimiser(checkpoint: Path) -> str:
+    tensors = placed(values(1, "float64"), "stages")
+
+    def make(names: set[str]) -> dict[str, Tensor]:
+        assert names == set(SHAPES)
+        if distributed.get_rank() == 1:
+            raise KeyError("c.bias.exp_avg")
+        return tensors
+
+    return refusal(sharded.load, checkpoint, make)
+
+
+def test_state_that_the_optimiser_of_one_rank_does_not_keep_is_refused_by_name_on_every_rank(tmp_path: Path, world: World) -> None:
+    world.run(2, write, tmp_path, 1, "rows")
+    found = world.run(3, load_for_another_optimiser, plain.folder(tmp_path, 1))
+    words = "step-00000001 cannot be used: it has 'c.bias.exp_avg', which the optimiser of this run does not. Delete that folder"
+    assert all(text.startswith("FailureError") and words in text for text in found), found
+
+
+@pytest.mark.parametrize(("damage", "sentence"), [("truncated", "has "), ("altered", "is not what was written"), ("missing", "is missing")])
+def test_a_damaged_shard_is_named_on_every_rank(tmp_path: Path, world: World, damage: str, sentence: str) -> None:
     names = world.run(2, write, tmp_path, 1, "rows")[0]
     found = plain.folder(tmp_path, 1)
     file = found / names[1]
@@ -298,7 +435,8 @@ def test_a_damaged_shard_is_named_on_every_rank(tmp_path: Path, world: World, da
     else:
         file.write_bytes(content[:-9] if damage == "truncated" else content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
     for text in world.run(2, load_damaged, found):
-        assert text.startswith("FailureError") and names[1] in text and "Delete that folder to start this run again" in text
+        assert text.startswith("FailureError") and f"{names[1]} {sentence}" in text
+        assert "Delete that folder to start this run again" in text
     with pytest.raises(FailureError, match=names[1]):
         plain.verify(found)
     with pytest.raises(FailureError, match=names[1]):
@@ -310,7 +448,7 @@ def test_a_file_that_the_state_does_not_name_is_not_read(tmp_path: Path, world: 
     world.run(2, write, tmp_path, 1, "rows")
     found = plain.folder(tmp_path, 1)
     safetensors.torch.save_file({"a.weight": torch.zeros(7, 5), "stranger": torch.zeros(1)}, found / "other.safetensors")
-    assert sharded.names(found) == set(SHAPES)
+    assert names_in(found) == set(SHAPES)
     world.run(2, read_back, found, "columns")
 
 
@@ -331,7 +469,7 @@ def load_body(checkpoint: Path) -> None:
     wanted = everything(*body())
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     tensors = {name: on(mesh, torch.full_like(tensor, torch.nan), Shard(0)) for name, tensor in wanted.items()}
-    assert sharded.load(checkpoint, tensors)["tokens"] == 7
+    assert sharded.load(checkpoint, lambda _: tensors)["tokens"] == 7
     assert all(torch.equal(full(tensors[name]), tensor) for name, tensor in wanted.items())
 
 
@@ -345,7 +483,7 @@ def write_body(run: Path) -> None:
 def test_a_plain_checkpoint_loads_onto_ranks(tmp_path: Path, world: World) -> None:
     model, optimiser = body()
     found = plain.save(tmp_path, 4, model, optimiser, {"tokens": 7})
-    assert sharded.names(found) == everything(model, optimiser).keys()
+    assert names_in(found) == everything(model, optimiser).keys()
     for ranks in (1, 2, 3):
         world.run(ranks, load_body, found)
 
@@ -481,7 +619,7 @@ def read_two_dimensional(checkpoint: Path) -> None:
     tensors, whole = two_dimensional(12, 5)
     for tensor in tensors.values():
         tensor.zero_()
-    sharded.load(checkpoint, tensors)
+    sharded.load(checkpoint, lambda _: tensors)
     assert all(torch.equal(full(tensors[name]), tensor) for name, tensor in whole.items())
 
 
@@ -512,7 +650,7 @@ def write_stages(run: Path) -> None:
 def read_stages(checkpoint: Path) -> None:
     wanted = values(1, "float64")
     tensors = stage_of({name: torch.full_like(tensor, torch.nan) for name, tensor in wanted.items()})
-    sharded.load(checkpoint, tensors)
+    sharded.load(checkpoint, lambda _: tensors)
     assert all(torch.equal(full(tensor), wanted[name]) for name, tensor in tensors.items())
 
 

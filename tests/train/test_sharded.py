@@ -120,7 +120,7 @@ def test_a_state_that_was_changed_by_hand_is_refused(run: Path, change: dict[str
     with pytest.raises(FailureError, match=r"step-00000012 cannot be used: (state.json was cut|its form is|its format is)"):
         checkpoints.verify(found)
     with pytest.raises(FailureError, match="step-00000012 cannot be used"):
-        sharded.names(found)
+        sharded.load(found, lambda _: {})
 
 
 def test_one_file_of_weights_is_pointed_to_gather(whole: Path, run: Path) -> None:
@@ -143,6 +143,23 @@ def test_gather_makes_the_files_of_a_plain_run(whole: Path, run: Path, capsys: p
         assert sorted(path.name for path in checkpoint.iterdir()) == sorted(path.name for path in there.iterdir())
         for path in there.iterdir():
             assert (checkpoint / path.name).read_bytes() == path.read_bytes()
+
+
+def test_gather_removes_what_kills_left_and_nothing_that_is_the_users_own(run: Path) -> None:
+    own = ("ema.safetensors", "model.safetensors.old", "shards.safetensors", "notes.txt", ".state.jsonl")
+    left = ("shard-00002-model-00001-of-00001.safetensors", ".state.json.x7f3k2")
+    earlier, latest = sorted((run / "checkpoints").iterdir())
+    sharded.consolidate(earlier)
+    for checkpoint in (earlier, latest):
+        for name in own + left:
+            (checkpoint / name).write_text(name)
+    (latest / "optimizer.safetensors").write_text("half of it")
+    assert sharded.gather(run) == {earlier: False, latest: True}
+    for checkpoint in (earlier, latest):
+        made = ("model.safetensors", "optimizer.safetensors", "state.json")
+        assert sorted(path.name for path in checkpoint.iterdir()) == sorted(own + made)
+        assert all((checkpoint / name).read_text() == name for name in own)
+        checkpoints.verify(checkpoint)
 
 
 def test_gather_refuses_what_is_no_run_and_a_run_in_training(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
