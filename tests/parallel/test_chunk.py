@@ -179,3 +179,16 @@ def refused() -> None:
 
 def test_what_does_not_fit_is_refused_before_any_work(world: World) -> None:
     world.run(2, refused)
+
+
+def test_a_stage_reads_ahead_again_for_its_own_sites() -> None:
+    """What was read ahead stays behind, and is read again for those sites of the open block that the stage has."""
+    decoder = Decoder(shape("block:4", layers=12))
+    tokens = torch.zeros(1, 6, dtype=torch.long)
+    memory = decoder.run(decoder.residual.open(decoder.embedded(tokens)), range(9), decoder.sight(6))
+    assert memory.partial is not None and len(memory.ahead) == 2  # of sites 18 and 19: the block ends with sub-layer 20
+    handed = decoder.residual.hand_over(memory)
+    assert handed.ahead == ()
+    for stop, sites in ((25, 2), (19, 1)):
+        decoder.residual.reads = range(18, stop)
+        assert len(decoder.residual.take_over(handed, 18).ahead) == sites
