@@ -58,7 +58,7 @@ def train_each(jobs: list[tuple[RunConfig, Path, str]]) -> None:
     ("fields", "layouts", "losses", "norms"),
     [
         ({}, {2: TWO, 4: FOUR}, 1e-6, 2e-6),
-        ({"optimiser": "muon", "microbatch": 2}, {2: TWO[1:], 4: FOUR[:1]}, 4e-6, 1e-4),
+        pytest.param({"optimiser": "muon", "microbatch": 2}, {2: TWO[1:], 4: FOUR[:1]}, 4e-6, 1e-4, marks=pytest.mark.slow),
         ({"precision": "bf16"}, {2: ("ddp", "pp,virtual=2", "tp"), 4: FOUR[:1]}, 3e-4, 2e-2),
     ],
     ids=["adamw", "muon", "bf16"],
@@ -131,7 +131,7 @@ def go_on_until(config: RunConfig, run: Path, layout: str, step: int | None) -> 
     return compared
 
 
-@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+@pytest.mark.parametrize("optimiser", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_a_run_goes_on_in_another_layout(tmp_path: Path, data: Path, world: World, optimiser: str) -> None:
     config = tiny(data, optimiser=optimiser, checkpoint_every=0)
     trained(config, tmp_path / "whole", "one")
