@@ -22,9 +22,8 @@ from torch import distributed
 
 from benchmarks.rows import Row, finish, interleaved, parser, ratios
 from depthroute.cli.options import changes
-from depthroute.cost.pipeline import cached_formula, naive_formula, pipeline_traffic
+from depthroute.cost.pipeline import cached_formula, chunk_ends, naive_formula, pipeline_traffic
 from depthroute.model import ModelConfig
-from depthroute.parallel.cut import chunk_ends
 from depthroute.parallel.layout import Keeps, parse_layout
 from depthroute.parallel.network import Network
 from depthroute.parallel.world import meshes

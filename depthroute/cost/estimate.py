@@ -12,13 +12,12 @@ from typing import Literal
 
 from depthroute.common.errors import RequestError
 from depthroute.cost.memory import training_activations
-from depthroute.cost.pipeline import pipeline_traffic, schedule
+from depthroute.cost.pipeline import chunk_ends, pipeline_traffic, schedule
 from depthroute.cost.recorded import carried_numbers
 from depthroute.cost.shapes import Shape
 from depthroute.cost.summary import residual_parameters
 from depthroute.cost.traffic import least_traffic
 from depthroute.cost.work import routing_work
-from depthroute.parallel.cut import chunk_ends
 from depthroute.parallel.layout import Keeps
 from depthroute.residual import PreNormConfig
 from depthroute.residual.bank import BankConfig

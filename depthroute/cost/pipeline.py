@@ -94,12 +94,24 @@ def cached_with_own_formula(stages: int, virtual: int, blocks_per_chunk: Fractio
     return cached_formula(stages, virtual, blocks_per_chunk) - float((virtual - 1) * stages * Fraction(blocks_per_chunk))
 
 
+def chunk_ends(sublayers: int, chunks: int) -> tuple[int, ...]:
+    """The 1-based last sub-layer of every chunk, as even as they can be in whole layers, or in sub-layers if there are too few layers.
+
+    Raises:
+        RequestError: more chunks than sub-layers.
+    """
+    if not 1 <= chunks <= sublayers:
+        raise RequestError(f"{chunks} chunks are not allowed; {sublayers} sub-layers make 1 to {sublayers} (stages x virtual stages).")
+    unit = 2 if chunks <= sublayers // 2 and sublayers % 2 == 0 else 1
+    return tuple(unit * (sublayers // unit * number // chunks) for number in range(1, chunks + 1))
+
+
 def pipeline_traffic(block_ends: tuple[int, ...], ends_of_chunks: tuple[int, ...], stages: int, keeps: Keeps) -> PipelineTraffic:
     """Send one micro-batch through all chunks and count what travels.
 
     Args:
         block_ends: the 1-based last sub-layer of every block; the last entry is the number of sub-layers.
-        ends_of_chunks: the same for chunks, as `depthroute.parallel.cut.chunk_ends` gives them.
+        ends_of_chunks: the same for chunks, as `chunk_ends` gives them.
 
     Raises:
         RequestError: the two do not end alike, fewer than two stages, or chunks that do not fill whole rounds over them.

@@ -95,18 +95,6 @@ class Passages:
     kept: tuple[frozenset[int], ...]
 
 
-def chunk_ends(sublayers: int, chunks: int) -> tuple[int, ...]:
-    """The 1-based last sub-layer of every chunk, as even as they can be in whole layers, or in sub-layers if there are too few layers.
-
-    Raises:
-        RequestError: more chunks than sub-layers.
-    """
-    if not 1 <= chunks <= sublayers:
-        raise RequestError(f"{chunks} chunks are not allowed; {sublayers} sub-layers make 1 to {sublayers} (stages x virtual stages).")
-    unit = 2 if chunks <= sublayers // 2 and sublayers % 2 == 0 else 1
-    return tuple(unit * (sublayers // unit * number // chunks) for number in range(1, chunks + 1))
-
-
 def layers_of_chunks(config: ModelConfig, chunks: int) -> tuple[range, ...]:
     """The layers of every chunk: as even as they can be, with as many fewer in the last one as its head weighs.
 

@@ -69,11 +69,6 @@ def synchronise(chunk: nn.Module, layout: Layout, last: bool) -> None:
         chunk.set_requires_all_reduce(last)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be in shards; every process of its mesh calls this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def local(tensor: Tensor) -> tuple[Tensor, int]:
     """What this process has of a tensor that may be in shards, and in how many parts it is."""
     if not isinstance(tensor, DTensor):

@@ -17,6 +17,7 @@ from depthroute.cost.pipeline import (
     bubble,
     cached_formula,
     cached_with_own_formula,
+    chunk_ends,
     naive_formula,
     pipeline_traffic,
     plain_stream,
@@ -24,7 +25,7 @@ from depthroute.cost.pipeline import (
     timed,
 )
 from depthroute.model import ModelConfig
-from depthroute.parallel.cut import chunk_ends, cut, layers_of_chunks, passages
+from depthroute.parallel.cut import cut, layers_of_chunks, passages
 from depthroute.parallel.layout import Keeps
 from depthroute.residual import block_ends, parse_residual
 

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from depthroute.model import Decoder, ModelConfig
 from depthroute.parallel.layout import parse_layout
 from depthroute.parallel.network import Network
-from depthroute.parallel.sharding import put, whole
+from depthroute.parallel.sharding import put
 from depthroute.parallel.world import meshes
 from depthroute.residual import SPECIFICATIONS, ResidualConfig, parse_residual
 from depthroute.train import TrainConfig, initialise
@@ -23,6 +24,11 @@ ROWS, TOKENS = 8, 8
 FITTED = {"mhar": ",heads=3", "mhar-block": ":2,heads=3", "laurel-lr": ",rank=4", "low-rank": ":3,rank=4", "delta-block": ":3"}
 FITTED |= {"mrla-base": ",head_width=4", "mrla-light": ",head_width=4", "block-query": ":3", "denseformer-4x5": ",period=2"}
 FITTED |= {"block": ":3", "rd": ":3"}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be in shards."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def residual_of(name: str) -> ResidualConfig:
