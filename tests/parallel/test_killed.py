@@ -35,7 +35,7 @@ import sys
 from pathlib import Path
 from tests.parallel.test_killed import doomed, main
 
-doomed("step", 1, {number})
+doomed("step", 1, {number}, Path(sys.argv[1]))
 sys.exit(main(["train", *sys.argv[1:]]))
 """
 
@@ -45,10 +45,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_tokens(tmp_path_factory.mktemp("data"))
 
 
-def doomed(moment: str, rank: int, number: int) -> None:
+def doomed(moment: str, rank: int, number: int, run: Path) -> None:
     """Let a signal reach one rank, or all (-1): in a step, while a shard is written, or when all are and the checkpoint is not there yet.
 
-    Or, of the moment "metrics", let a line of a step fail to be written. After an elastic restart nothing happens any more.
+    Or, of the moment "metrics", let a line of a step fail to be written. After an elastic restart nothing happens any more. A step waits
+    for the last checkpoint: it is written in the background, and a slow disk may have it behind this step.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
@@ -64,6 +65,8 @@ def doomed(moment: str, rank: int, number: int) -> None:
         nonlocal calls
         calls += 1
         if calls == (STEP if moment in ("step", "metrics") else 2):  # the second checkpoint is that of step 6
+            if moment in ("step", "metrics"):
+                _wait_for(run / "checkpoints" / "step-00000003")
             if moment == "metrics":
                 raise FailureError("the disk is full")
             if moment != "step":
@@ -74,6 +77,13 @@ def doomed(moment: str, rank: int, number: int) -> None:
     setattr(owner, name, reached)
 
 
+def _wait_for(folder: Path) -> None:
+    until = time.monotonic() + MINUTE
+    while not folder.exists():
+        assert time.monotonic() < until, f"{folder.name} does not come"
+        time.sleep(0.02)
+
+
 def process(place: dict[str, str], run: Path, layout: str, output: Path, doom: tuple[str, int, int] | None) -> None:
     """One process of a run as the command line starts it; it ends with the command's exit code."""
     os.environ |= place
@@ -81,7 +91,7 @@ def process(place: dict[str, str], run: Path, layout: str, output: Path, doom: t
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     if doom is not None:
-        doomed(*doom)
+        doomed(*doom, run)
     sys.exit(main(["train", str(run), "--parallel", layout]))
 
 
