@@ -28,7 +28,8 @@ class MagnitudeTotals:
     def __init__(self, model: Decoder) -> None:
         self.model = model
         sites = model.config.body.sublayers
-        self.written, self.read = torch.zeros(sites, dtype=torch.float64), torch.zeros(sites + 1, dtype=torch.float64)
+        self.written = torch.zeros(sites, dtype=torch.float64)
+        self.read, self.carried = torch.zeros(sites + 1, dtype=torch.float64), torch.zeros(sites + 1, dtype=torch.float64)
         self.tokens = 0
         self.readable = True
 
@@ -45,19 +46,25 @@ class MagnitudeTotals:
             return
         reads = [inputs] if isinstance(inputs, Tensor) else list(dict.fromkeys(inputs))
         self.read[site] += sum(mean_square(one) for one in reads) / len(reads)
+        sources = getattr(self.model.residual, "sources", None)
+        self.carried[site] += mean_square(reads[0] if sources is None else sources(memory)[-1])
         if site == self.model.config.body.sublayers:
             self.tokens += reads[0][..., 0].numel()
 
     def summary(self, gradients: list[float] | None = None) -> list[dict[str, Any]]:
-        """A row a site: `output_rms` is None at the last one, `read_rms` where a method has no read before its norm."""
+        """A row a site: `output_rms` is None at the last one, `read_rms` and `carried_rms` where a method has no read before its norm.
+
+        `carried_rms` is of what the sub-layers so far hand on: the newest source, as the open block's sum; of a stream, what is read.
+        """
         sublayers = self.model.config.body.sublayers
         tokens = max(self.tokens, 1)
         rows = []
         for site in range(sublayers + 1):
             written = (self.written[site] / tokens).sqrt().item() if site < sublayers and self.tokens else None
-            read = (self.read[site] / tokens).sqrt().item() if self.readable else None
+            read, carried = ((one[site] / tokens).sqrt().item() if self.readable else None for one in (self.read, self.carried))
             gradient = gradients[site] if gradients is not None and site < sublayers else None
-            rows.append({**place(site, sublayers), "output_rms": written, "read_rms": read, "output_gradient_rms": gradient})
+            sizes = {"output_rms": written, "read_rms": read, "carried_rms": carried, "output_gradient_rms": gradient}
+            rows.append({**place(site, sublayers), **sizes})
         return rows
 
 

@@ -201,7 +201,7 @@ def _measure(
         tokens += np.bincount(flat, minlength=count)
         total += untouched.sum().item()
         for key, of_documents in sums.items():
-            difference = _losses(model, _branch(model, memories, dict(key), inputs.shape[1] - 1), inputs) - untouched
+            difference = _losses(model, _branch(model, memories, dict(key), inputs[:, :-1]), inputs) - untouched
             of_documents += np.bincount(flat, weights=difference.cpu().numpy(), minlength=count)
     nll = total / float(tokens.sum())
     if not math.isfinite(nll):
@@ -209,8 +209,8 @@ def _measure(
     return [clustered(sums[key], tokens) for key in keys], nll
 
 
-def _branch(model: Decoder, memories: Sequence[Memory], changes: Changes, tokens: int) -> Tensor:
-    """Hidden states [B, T, D] of the changed model with T = `tokens`, from the memories before every site of the untouched one."""
+def _branch(model: Decoder, memories: Sequence[Memory], changes: Changes, tokens: Tensor) -> Tensor:
+    """Hidden states [B, T, D] of the changed model of `tokens` [B, T], from the memories before every site of the untouched one."""
     sublayers = len(memories) - 1
     first = min(site for site, _ in changes)
     memory, sight = memories[first], model.sight(tokens)

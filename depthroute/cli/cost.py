@@ -71,26 +71,24 @@ class Options:
 def main(arguments: Sequence[str]) -> None:
     options = read(Options, "cost", arguments)
     from depthroute.cost.estimate import Device
-    from depthroute.cost.shapes import SHAPES
     from depthroute.cost.sheet import Workload, cost_sheet, method_sheet
 
     shape, settings = _shape(options.target, options.residual, changes(options.set))
-    dense = options.target not in SHAPES
     device = Device(
         bandwidth=options.bandwidth, flops=options.flops, efficiency=options.efficiency, memory=options.memory, link=options.link,
         number=options.devices,
     )  # fmt: skip
     sequence = shape.body.context if options.sequence is None else options.sequence
     if options.methods:
-        sheet = method_sheet(shape, dense=dense)
+        sheet = method_sheet(shape)
     elif options.parallel:
-        sheet = _layouts(options, shape, device, settings, sequence, dense)
+        sheet = _layouts(options, shape, device, settings, sequence)
     else:
         workload = Workload(
             sequence=sequence, batch=1 if options.batch is None else options.batch, dtype=options.dtype, chunk=options.chunk,
             stages=options.pipeline, virtual=options.virtual, microbatches=options.microbatches, groups=options.groups,
         )  # fmt: skip
-        sheet = cost_sheet(shape, device, workload, dense=dense)
+        sheet = cost_sheet(shape, device, workload)
     if options.json:
         print(json.dumps(sheet, indent=2))
     elif options.methods:
@@ -102,7 +100,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _layouts(
-    options: Options, shape: Shape, device: Device, settings: TrainConfig | None, sequence: int, dense: bool
+    options: Options, shape: Shape, device: Device, settings: TrainConfig | None, sequence: int
 ) -> dict[str, dict[str, Any]]:
     from depthroute.common.errors import RequestError
     from depthroute.cost.sheet import layout_sheet
@@ -114,7 +112,7 @@ def _layouts(
     microbatch = 1 if settings is None else settings.microbatch or sequences
     layouts = [parse_layout(text) for text in options.parallel]
     found = layout_sheet(
-        shape, device, layouts, sequences=sequences, microbatch=microbatch, context=sequence, dtype=options.dtype, dense=dense
+        shape, device, layouts, sequences=sequences, microbatch=microbatch, context=sequence, dtype=options.dtype
     )  # fmt: skip
     return {"layout": found}
 

@@ -31,7 +31,8 @@ class Options:
     sample_one_in: int = 4
     """The tokenizer is trained on one training document in so many."""
     tokenizer: str | None = None
-    """A ready tokenizer, such as a checkpoint's: a tokenizer.json of the `tokenizers` library. Default: one is trained."""
+    """A ready tokenizer, such as a checkpoint's: a tokenizer.json of the `tokenizers` library; or cl100k, which the extra `cl100k` has.
+    Default: one is trained."""
     end_of_document: str | None = None
     """The token of the ready tokenizer that ends a document. Default: the `eos_token` of the tokenizer_config.json beside it, or a usual
     name."""

@@ -24,6 +24,7 @@ COMMANDS = {
     "export": "a trained run as a Hugging Face model",
     "adopt": "a checkpoint from elsewhere as a run: a plain one routed, exactly, or a routed one read",
     "analyse": "what a trained run routes, how sharply, and what of it matters",
+    "dynamics": "runs side by side: validation loss, magnitudes and gradients by depth",
     "boundaries": "block boundaries from a pilot run",
     "geometry": "what the route queries of any checkpoint span",
     "convert": "a trained run with low-rank keys, exactly",

@@ -44,7 +44,8 @@ def run_from(chosen: Recipe, residual: str | None, data: Path, settings: Sequenc
     from depthroute.data import TokenDataset
     from depthroute.recipes import run_of
 
-    return run_of(chosen, data, vocabulary=TokenDataset.open(data).vocabulary, residual=residual, settings=changes(settings))
+    dataset = TokenDataset.open(data)
+    return run_of(chosen, data, vocabulary=dataset.vocabulary, end=dataset.end, residual=residual, settings=changes(settings))
 
 
 def show(facts: dict[str, Any], as_json: bool) -> None:

@@ -77,10 +77,11 @@ def main(arguments: Sequence[str]) -> None:
     if options.out.exists() and not options.out.is_dir():
         raise RequestError(f"{options.out} is a file; name a folder for the study.")
     data = options.data or options.out / "data"
-    first = _study(options, data, None)  # a wrong request is refused before the text is read
+    first = _study(options, data)  # a wrong request is refused before the text is read
     if options.data is None:
         prepare_shared(_source(options, first.base.model.vocabulary), data, report=lambda line: print(line, file=sys.stderr))
-    study = _study(options, data, TokenDataset.open(data).vocabulary)
+    dataset = TokenDataset.open(data)
+    study = _study(options, data, dataset.vocabulary, dataset.end)
     slow = kernel_unavailable()
     if slow and study.base.train.device != "cuda":
         print(f"depth attention runs without its native kernel and is slower: {slow}.", file=sys.stderr)
@@ -110,7 +111,7 @@ def _say_plan(study: Study, options: Options, memory: int | None, executor: Call
     print(f"\nplan: {options.out / 'plan.json'}, hash {plan['hash'][:12]}. The same command without --plan trains it.")
 
 
-def _study(options: Options, data: Path, vocabulary: int | None) -> Study:
+def _study(options: Options, data: Path, vocabulary: int | None = None, end: int | None = None) -> Study:
     from depthroute.common.errors import RequestError
     from depthroute.recipes import baseline_study, matched_study, recipe, run_of
     from depthroute.recipes.registry import study_recipe
@@ -129,11 +130,11 @@ def _study(options: Options, data: Path, vocabulary: int | None) -> Study:
         if options.recipe is not None:
             raise RequestError("--recipe does not go with --study, which has its own bodies; choose them with --form and --set.")
         build = study_recipe(options.study).build
-        return build(data, form=options.form, vocabulary=vocabulary, seeds=options.seeds, settings=settings)
+        return build(data, form=options.form, vocabulary=vocabulary, end=end, seeds=options.seeds, settings=settings)
     if options.form != "small":
         raise RequestError("--form belongs to --study; name a body with --recipe.")
     chosen = recipe(options.recipe or "small")
-    base = run_of(chosen, data, vocabulary=vocabulary, residual="prenorm", settings=settings)
+    base = run_of(chosen, data, vocabulary=vocabulary, end=end, residual="prenorm", settings=settings)
     seeds = options.seeds or (1, 2, 3)
     if options.baselines:
         return baseline_study(chosen, base, seeds=seeds)

@@ -73,7 +73,7 @@ def write_checkpoint(rewrite: Conversion, windows: Tensor, folder: Path, state: 
             if name.startswith(("residual.", "norm.")):
                 file.write(name, rewrite.tensor(name))
         memories = _opened(rewrite, windows, file, original.model, converted.model)
-        sight = original.model.sight(windows.shape[1])
+        sight = original.model.sight(windows)
         weights = torch.zeros((), dtype=torch.float64)
         for site in range(2 * rewrite.config.layers):
             if site % 2 == 0:

@@ -24,6 +24,7 @@ from depthroute.residual.bank import BankConfig
 
 Dtype = Literal["float32", "bfloat16", "float16", "float8"]
 BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
+STATE = 4  # bytes of a number of a state that does not grow, which is float32 whatever else is not
 BACKWARD = 2  # of the residual method's traffic: sources are read again, and as many gradients are written
 
 
@@ -81,18 +82,21 @@ class Bill:
 def decoding(shape: Shape, device: Device, *, batch: int, context: int, size: int) -> Bill:
     """One more token for each of `batch` sequences that hold `context` tokens; numbers of `size` bytes."""
     weights = shape.weights_read(batch) * size
-    cache = batch * (context * shape.cache + 2 * shape.state) * size
-    products = batch * (shape.active + (context + 1) * shape.attended)
+    cache = batch * (context * shape.cache * size + 2 * shape.state * STATE)
+    products = batch * (shape.active + (context + 1) * shape.attended_cached + shape.updates)
     return _bill(shape, device, tokens=batch, weights=weights, cache=cache, products=products, size=size)
 
 
 def prefilling(shape: Shape, device: Device, *, batch: int, tokens: int, size: int, chunk: int | None = None) -> Bill:
-    """`batch` prompts of `tokens` tokens, in chunks of at most `chunk` tokens a prompt; each chunk reads the weights again."""
+    """`batch` prompts of `tokens` tokens, in chunks of at most `chunk` tokens a prompt; each chunk reads the weights again.
+
+    The keys and values that MLA makes of the latent vectors of earlier chunks are not counted.
+    """
     chunk = min(chunk or tokens, tokens)
     chunks = -(-tokens // chunk)
     weights = chunks * shape.weights_read(batch * chunk) * size
-    cache = batch * (tokens * shape.cache * (1 + (chunks - 1) / 2) + 2 * chunks * shape.state) * size
-    products = batch * (tokens * shape.active + tokens * (tokens + 1) / 2 * shape.attended)
+    cache = batch * (tokens * shape.cache * (1 + (chunks - 1) / 2) * size + 2 * chunks * shape.state * STATE)
+    products = batch * (tokens * (shape.active + shape.updates_chunked) + tokens * (tokens + 1) / 2 * shape.attended)
     return _bill(shape, device, tokens=batch * tokens, weights=weights, cache=cache, products=products, size=size)
 
 
@@ -104,7 +108,7 @@ def training(
     `memory_size`: bytes of a number that the residual method carries; None is `size`. `checkpointed`: the residual method's reads run
     again before their backward.
     """
-    products = 3 * tokens * (shape.active + (context + 1) / 2 * shape.attended)
+    products = 3 * tokens * (shape.active + shape.updates_chunked + (context + 1) / 2 * shape.attended)
     weights = 3 * shape.weights_read(tokens) * size
     passes = 1 + BACKWARD + checkpointed
     return _bill(
@@ -177,7 +181,7 @@ class ServingMemory:
 def serving_memory(shape: Shape, device: Device, *, batch: int, context: int, size: int, chunk: int | None = None) -> ServingMemory:
     """`batch` sequences of `context` tokens, prefilled in chunks of at most `chunk` tokens each."""
     weights = (shape.parameters + residual_parameters(shape.body)) * size / device.number
-    cache = batch * (context * shape.cache + shape.state) * size / device.number
+    cache = batch * (context * shape.cache * size + shape.state * STATE) / device.number
     depth = bank(shape, batch=batch, tokens=context, size=size, devices=device.number, chunk=chunk).carried
     total = weights + cache + depth
     return ServingMemory(weights=weights, cache=cache, depth=depth, total=total, fits=total <= device.memory * 1e9)
@@ -196,7 +200,7 @@ class TrainingMemory:
 def training_memory(
     shape: Shape, device: Device, *, tokens: int, mixed: bool = True, per_parameter: int = 16, checkpointed: bool = False
 ) -> TrainingMemory:
-    """Of a dense decoder. `tokens` at once on a device; `per_parameter` bytes: weight, gradient and two moments in float32 are 16."""
+    """`tokens` at once on a device; `per_parameter` bytes: weight, gradient and two moments in float32 are 16."""
     weights = (shape.parameters + residual_parameters(shape.body)) * per_parameter / device.number
     activations = tokens * training_activations(shape.body, checkpointed=checkpointed, mixed=mixed).total
     total = weights + activations

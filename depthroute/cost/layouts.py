@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from depthroute.common.errors import RequestError
 from depthroute.cost.estimate import Device, training
+from depthroute.cost.layers import attended, body_products, layer_products, state_products
 from depthroute.cost.memory import training_activations
 from depthroute.cost.pipeline import Event, bubble, timed
 from depthroute.cost.recorded import copies_of_input
@@ -52,13 +53,12 @@ class Held:
     gradients: float
     optimiser: float
     gathered: float
-    activations: float | None
-    """None: of a shape whose activations cannot be counted."""
+    activations: float
     received: float
 
     @property
     def total(self) -> float:
-        return self.parameters + self.gradients + self.optimiser + self.gathered + (self.activations or 0.0) + self.received
+        return self.parameters + self.gradients + self.optimiser + self.gathered + self.activations + self.received
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class LayoutCost:
 
 
 def layout_cost(
-    shape: Shape, device: Device, layout: Layout, *, sequences: int, microbatch: int, context: int, mixed: bool, dense: bool
+    shape: Shape, device: Device, layout: Layout, *, sequences: int, microbatch: int, context: int, mixed: bool
 ) -> LayoutCost:
     """A training step of `sequences` sequences of `context` tokens, at most `microbatch` of them in one pass of a process.
 
@@ -120,8 +120,6 @@ def layout_cost(
 
     Args:
         mixed: bf16 autocast; otherwise float32.
-        dense: the shape is a decoder of this library. Of others the parameters inside layers are spread evenly over them, and activations
-            are left out.
 
     Raises:
         RequestError: the layout has an axis without a size, or does not fit the shape or the batch.
@@ -145,7 +143,7 @@ def layout_cost(
     )  # fmt: skip
     waiting = bubble(events, layout.pp)
     computing = bill.seconds / layout.processes / (1 - waiting)
-    step = _Step(shape, body, layout, plan, events, count, mixed=mixed, dense=dense)
+    step = _Step(shape, body, layout, plan, events, count, mixed=mixed)
     held, sent = tuple(map(step.held, range(layout.pp))), tuple(map(step.sent, range(layout.pp)))
     busiest = Sent(**{field.name: max(getattr(one, field.name) for one in sent) for field in fields(Sent)})
     link = device.link * 1e9
@@ -164,14 +162,11 @@ def layout_cost(
 class _Parts:
     """Numbers of a model's parameters by chunk: `split` by tp and `whole` in sub-layers, `rest` outside them; and the largest sub-layer."""
 
-    def __init__(self, shape: Shape, plan: Cut, dense: bool) -> None:
+    def __init__(self, shape: Shape, plan: Cut) -> None:
         with torch.device("meta"):
             decoder = Decoder(shape.body)
         self.sizes = {name: float(parameter.numel()) for name, parameter in decoder.named_parameters()}
         inside = {name for name in self.sizes if _in_sublayer(name)}
-        if not dense:
-            body, own = self._count({name for name in self.sizes if not name.startswith("residual.")}), self._count(inside)
-            self.sizes |= {name: self.sizes[name] * (shape.parameters - body + own) / own for name in inside}
         norms = {name for name in inside if "_norm." in name}
         self.split = [self._count(names & inside - norms) for names in plan.parameters]
         self.whole = [self._count(names & norms) for names in plan.parameters]
@@ -195,8 +190,14 @@ def _work(shape: Shape, context: int, chunks: Sequence[range]) -> list[float]:
     """Multiply-adds of a token in every chunk; the head is the last one's."""
     body = shape.body
     head = body.vocabulary * body.width
-    layer = (shape.active - head + (context + 1) / 2 * shape.attended) / body.layers
-    return [layer * len(own) + head * (own.stop == body.layers) for own in chunks]
+    gains = (shape.active - head - body_products(body)) / body.layers  # and biases
+
+    def work(layer: int) -> float:
+        pairs = (context + 1) / 2 * attended(body, layer)
+        return layer_products(body, layer) + gains + pairs + state_products(body, layer, chunked=True)
+
+    works = [work(layer) for layer in range(body.layers)]
+    return [sum(works[layer] for layer in own) + head * (own.stop == body.layers) for own in chunks]
 
 
 def _activations(body: ModelConfig, parts: int, mixed: bool) -> float:
@@ -229,18 +230,16 @@ class _Step:
     """What the stages of a pipeline hold and send in a step."""
 
     def __init__(
-        self, shape: Shape, body: ModelConfig, layout: Layout, plan: Cut, events: Sequence[Event], count: int, *, mixed: bool, dense: bool
+        self, shape: Shape, body: ModelConfig, layout: Layout, plan: Cut, events: Sequence[Event], count: int, *, mixed: bool
     ) -> None:
         self.layout, self.plan, self.events, self.count = layout, plan, events, count
         self.shards, self.rounded = layout.fsdp * layout.tp, 2 if mixed else EXACT  # of what is outside sub-layers; bytes of what is inside
-        self.parts = _Parts(shape, plan, dense)
+        self.parts = _Parts(shape, plan)
         travels = passages(plan, layout.pp, layout.keeps).sent
         self.passing = [sum(plan.sources[number].bytes for number in numbers) for numbers in travels]  # of a micro-batch, at every cut
         self.tokens = plan.tokens[0] * plan.tokens[1] * layout.tp
-        self.working: list[float] | None = None
-        if dense:
-            all_layers = self.tokens * _activations(body, layout.tp, mixed) / body.layers
-            self.working = [all_layers * len(own) for own in plan.layers]
+        all_layers = self.tokens * _activations(body, layout.tp, mixed) / body.layers
+        self.working = [all_layers * len(own) for own in plan.layers]
         self.traded = [0.0] * plan.chunks  # by tp, of a micro-batch in each chunk, in both passes
         if layout.tp > 1:
             read, written = 2 if mixed and body.memory_dtype == "compute" else EXACT, 2 if mixed else EXACT
@@ -254,7 +253,7 @@ class _Step:
         activations, received = self._in_flight(stage)
         return Held(
             parameters=own, gradients=own, optimiser=2 * own, gathered=self._gathered(stage),
-            activations=None if self.working is None else activations, received=received,
+            activations=activations, received=received,
         )  # fmt: skip
 
     def _gathered(self, stage: int) -> float:
@@ -322,7 +321,7 @@ class _Step:
         for event in self.events:
             if event.stage == stage:
                 sign = -1 if event.backward else 1
-                working = 0.0 if self.working is None else self.working[event.chunk]
+                working = self.working[event.chunk]
                 received = self.passing[event.chunk - 1] if event.chunk else 0
                 now = now[0] + sign * working, now[1] + sign * received
                 most = max(most, now, key=sum)

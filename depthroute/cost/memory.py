@@ -8,7 +8,10 @@ lives only for a moment are not activations and are not here; the loss is not co
 In mixed precision (`mixed`: float32 parameters under autocast to bfloat16) a projection whose input is float32 keeps a rounded copy of its
 own, so that an attention keeps three of its input and an MLP two.
 
-For the AttnRes family there are formulas; every other method is run without storage and counted.
+For the AttnRes family there are formulas; every other method is run without storage and counted. So is what lies inside KDA, latent
+attention and experts (`depthroute.cost.inside`), where nothing but attention's kernel is taken to be fused and norms keep what they keep
+on a CPU: off it, this is more than there is. A method that makes the values of an attention is counted as if it did so in place of it.
+In mixed precision these bodies are met to 5 %.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
+
+from depthroute.cost.inside import Inside, has_formula
 from depthroute.cost.reads import site_reads
 from depthroute.cost.recorded import bytes_of, copies_of_input, has_norm, recorded
 from depthroute.model import ModelConfig
@@ -52,23 +58,32 @@ def training_activations(
     """
     heads, values = model.heads * model.resolved_head_width, model.resolved_key_value_heads * model.resolved_head_width
     compute, copies = 2 if mixed else EXACT, 2 if on_cpu else 1
-    normed = roots = 0  # a layer's own norms: numbers and roots
+    normed = roots = 0  # an attention's own norms: numbers and roots
     if model.qk_norm or model.norms == "hybrid":
         normed, roots = heads + values, model.heads + model.resolved_key_value_heads
     if model.norms == "hybrid":
         normed, roots = normed + values, roots + model.resolved_key_value_heads
-    if model.norms in ("post", "sandwich"):
-        normed, roots = normed + 2 * model.width, roots + 2
-    inside = compute * (copies * heads + 4 * model.mlp_width) + EXACT * copies * normed
+    inside = numbers = 0  # bytes, and numbers of statistics
+    for site in range(2 * model.layers):
+        if model.norms in ("post", "sandwich"):
+            inside, numbers = inside + EXACT * copies * model.width, numbers + 1
+        if site % 2 == 0 and model.mixer(site // 2) != "kda":
+            numbers += model.heads
+        if not has_formula(model, site):
+            continue
+        if site % 2:
+            inside += compute * 4 * model.mlp_width
+        else:
+            inside, numbers = inside + compute * copies * heads + EXACT * copies * normed, numbers + roots
     if isinstance(model.residual, AttnResConfig):
         found = _attnres(model.residual, model, checkpointed, mixed)
     else:
         found = _run(model, checkpointed, mixed)
     return Activations(
-        sublayers=model.layers * inside + found.handed + found.attended,
+        sublayers=inside + found.inside + found.handed + found.attended,
         sources=found.sources,
         mixtures=found.mixtures + (EXACT * found.normed * model.width if on_cpu else 0),
-        statistics=found.statistics + EXACT * (model.layers * (model.heads + roots) + found.normed),
+        statistics=found.statistics + EXACT * (numbers + found.normed),
     )
 
 
@@ -81,6 +96,7 @@ class _Found:
     statistics: int = 0
     handed: int = 0  # to sub-layers, behind the norm
     attended: int = 0  # queries, keys and values
+    inside: int = 0  # of sub-layers without a formula
     normed: int = 0  # rows that a norm of its own has normalised
 
 
@@ -91,7 +107,8 @@ def _attnres(method: AttnResConfig, model: ModelConfig, checkpointed: bool, mixe
     compute = 2 if mixed else EXACT
     memory = compute if model.memory_dtype == "compute" else EXACT
     values = model.resolved_key_value_heads * model.resolved_head_width
-    attended = compute * model.layers * (model.heads * model.resolved_head_width + 2 * values)
+    softmax = sum(has_formula(model, site) for site in range(0, sublayers, 2))
+    attended = compute * softmax * (model.heads * model.resolved_head_width + 2 * values)
     found = _Found(sources=memory * (sublayers + 1) * width, attended=attended)
     if method.keys == "projected":
         found.sources += memory * (sublayers + 1) * (method.rank or width)
@@ -104,12 +121,19 @@ def _attnres(method: AttnResConfig, model: ModelConfig, checkpointed: bool, mixe
         rows = sum(max(1, end - start - 1) for start, end in pairwise(ends)) if memory == EXACT else sublayers  # or a copy of each
         found.sources += EXACT * rows * width
         found.statistics += EXACT * sublayers
+    inside = Inside(model, mixed)
     for site, read in enumerate(site_reads(method, sublayers)):
         norm = has_norm(model, site)
         fused = norm and not (method.roles == "average" and site % 2 == 0 and site < sublayers)  # an average is taken before its norm
         kind = EXACT if norm and not fused else memory  # of what is handed on
         copied = kind != compute and site < sublayers
-        found.handed += compute * copies_of_input(site) * width if copied else kind * read.handed * width
+        formula = site == sublayers or has_formula(model, site)
+        if not formula:
+            found.inside += inside.saved(site, torch.float32 if kind == EXACT else torch.bfloat16)
+        if not copied:
+            found.handed += kind * read.handed * width
+        elif formula:
+            found.handed += compute * copies_of_input(site) * width
         if checkpointed:
             continue
         if norm and not fused:
@@ -134,13 +158,13 @@ def _scalars(method: AttnResConfig, queries: int, sources: int, prior: bool = Fa
 
 
 def _run(model: ModelConfig, checkpointed: bool, mixed: bool) -> _Found:
-    run = recorded(model, checkpointed, mixed)
+    run, inside = recorded(model, checkpointed, mixed), Inside(model, mixed)
     found = _Found(
         handed=sum(map(bytes_of, run.handed.values())) + 2 * run.copied, attended=sum(map(bytes_of, run.attended.values())),
-        normed=0 if checkpointed else run.normed,
+        normed=0 if checkpointed else run.normed, inside=sum(inside.saved(site, dtype) for site, dtype in run.unknown.items()),
     )  # fmt: skip
     for key, tensor in (run.saved | run.carried if checkpointed else run.saved).items():
-        if key in run.handed or key in run.attended:
+        if key in run.handed or key in run.attended or key in run.projected:
             continue
         size = bytes_of(tensor)
         if size < model.resolved_head_width * tensor.element_size():

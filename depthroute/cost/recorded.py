@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from depthroute.cost.inside import has_formula
 from depthroute.model import ModelConfig
 from depthroute.residual import Projected, RoleInputs, Trace
 
@@ -35,6 +36,10 @@ class Recorded:
     """Numbers per token of the rounded copies that projections keep of what they read."""
     attended: Place = field(default_factory=dict)
     """Queries, keys and values as token attention takes them."""
+    projected: Place = field(default_factory=dict)
+    """The same of mixers whose own memory is counted elsewhere."""
+    unknown: dict[int, torch.dtype] = field(default_factory=dict)
+    """Sites whose sub-layer has no formula, and what it is fed."""
     normed: int = 0
     """Rows that the body's norms divide."""
     most: int = 0
@@ -104,8 +109,12 @@ def recorded(model: ModelConfig, checkpointed: bool = False, mixed: bool = False
         found.most = max(found.most, sum(map(bytes_of, now.values())))
         with saved_tensors_hooks(_same, _same) if checkpointed else nullcontext():
             inputs = residual.read(memory, site, norm if has_norm(model, site) else None)
-        if mixed and site < sublayers and tree_leaves(inputs)[0].dtype != compute:
-            found.copied += model.width * copies_of_input(site, projects_values(site))
+        fed = tree_leaves(inputs)[0].dtype
+        formula = site == sublayers or has_formula(model, site)
+        if not formula:
+            found.unknown[site] = fed
+        if mixed and site < sublayers and fed != compute:
+            found.copied += model.width * copies_of_input(site, projects_values(site)) * formula
         else:
             found.note(found.handed if has_norm(model, site) else found.saved, tree_leaves(inputs))
         return inputs
@@ -129,7 +138,7 @@ def recorded(model: ModelConfig, checkpointed: bool = False, mixed: bool = False
                 own = projected(roles.value, shared) if projects_values(site) else None
                 given = Projected(projected(roles.query, heads), projected(roles.key, shared), own)
                 value, kept = residual.values(memory, site, given)
-                found.note(found.attended, [given.query, given.key, value])
+                found.note(found.attended if has_formula(model, site) else found.projected, [given.query, given.key, value])
                 output = _opaque(model.width, compute, given.query, given.key, value)
             else:
                 output = _opaque(model.width, compute, inputs)

@@ -1,17 +1,17 @@
-"""Facts about network shapes that an estimate needs: of any configuration, and of published models that are too large to build here.
-
-The published ones are mixtures of experts with linear attention in most layers (Kimi Linear technical report; Kimi K3 technical report and
-released configuration). Their `body` stands for what a residual method sees of them: width, depth, heads.
-"""
+"""Facts about network shapes that an estimate needs: of any configuration, and of published models by name."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from depthroute.common.errors import RequestError, choose
+from depthroute.cost import layers
+from depthroute.cost.inside import roles_read
 from depthroute.model import Decoder, ModelConfig
+from depthroute.model.published import K3_LAYERS_PER_BLOCK, LINEAR_LAYERS_PER_BLOCK, kimi_k3, kimi_linear_48b
 from depthroute.residual import AttnResConfig, ResidualConfig
 
 
@@ -20,78 +20,67 @@ class Shape:
     """A network as estimates see it. Counts are of numbers, not bytes."""
 
     body: ModelConfig
-    """Width, layers and heads, and the residual method. Of a published model the widths of MLPs and the vocabulary mean nothing here."""
+    """The configuration, and the residual method."""
     parameters: int
     """All of them, without the residual method's."""
     active: int
-    """Those that a token is multiplied with, the head included and the embedding not."""
+    """Those that a token is multiplied with or that are added to it: of routed experts the chosen ones, the head and not the embedding."""
+    routed: int = 0
+    """Those of routed experts, over all layers."""
     experts: tuple[int, int] = (1, 1)
     """Routed experts of a layer, and how many of them a token uses."""
     cache: int
     """Numbers that a token leaves for later ones, over all layers."""
     state: int = 0
-    """Numbers that a sequence carries whatever its length (linear attention), over all layers."""
+    """Numbers that a sequence carries whatever its length (KDA), over all layers."""
     attended: int
-    """Multiply-adds of one token with one earlier one, over all layers: scores and mixing."""
+    """Multiply-adds of one token with one earlier one in a pass over a sequence, over all layers: scores and mixing."""
+    attended_cached: int
+    """The same in decoding, where MLA attends to latent vectors as they are."""
+    updates: int = 0
+    """Multiply-adds of one token with states, over all layers, in decoding."""
+    updates_chunked: int = 0
+    """The same in a pass over a sequence, which goes in chunks."""
 
     def with_residual(self, method: ResidualConfig) -> Shape:
-        return replace(self, body=replace(self.body, residual=method))
+        return shape_of(replace(self.body, residual=method))
 
     def weights_read(self, tokens: int) -> int:
         """Parameters that a batch of tokens needs at least once, if experts are drawn evenly: all but those of experts nobody chose."""
         number, chosen = self.experts
-        if chosen >= number:
-            return self.active
-        routed = (self.parameters - self.active) / (1 - chosen / number)
-        return round(self.active + routed * (1 - chosen / number) * (1 - (1 - chosen / number) ** (tokens - 1)))
+        missed = 1 - chosen / number
+        return round(self.active + self.routed * (missed - missed**tokens))
 
 
 def shape_of(model: ModelConfig) -> Shape:
-    """A decoder of this library: dense, with softmax attention in every layer."""
+    """A decoder of this library, counted on one without storage."""
     with torch.device("meta"):
-        counts = Decoder(model).parameter_counts()
-    body = counts["total"] - counts["residual"]
-    values = model.resolved_key_value_heads * model.resolved_head_width
+        decoder = Decoder(model)
+    counts = decoder.parameter_counts()
+    body, routed = counts["total"] - counts["residual"], layers.routed_parameters(model)
+    number, chosen = (1, 1) if model.experts is None else (model.experts.number, model.experts.chosen)
+    unused = routed // number * (number - chosen) + (0 if model.tied_embeddings else model.vocabulary * model.width)
+    every = range(model.layers)
+    apart = [key != value for _, key, value in roles_read(model)] if model.mla is not None else [False] * model.layers
+    whole = decoder.residual.has_values
     return Shape(
         body=model,
         parameters=body,
-        active=body - (0 if model.tied_embeddings else model.vocabulary * model.width),
-        cache=2 * model.layers * values,
-        attended=2 * model.layers * model.heads * model.resolved_head_width,
+        active=body - unused,
+        routed=routed,
+        experts=(number, chosen),
+        cache=sum(layers.cached(model, layer, whole, apart[layer]) for layer in every),
+        state=sum(layers.state(model, layer) for layer in every),
+        attended=sum(layers.attended(model, layer) for layer in every),
+        attended_cached=sum(layers.attended(model, layer, cached=not whole) for layer in every),
+        updates=sum(layers.state_products(model, layer, chunked=False) for layer in every),
+        updates_chunked=sum(layers.state_products(model, layer, chunked=True) for layer in every),
     )
 
 
-def _published(
-    *, layers: int, full_layers: int, width: int, heads: int, experts: tuple[int, int], parameters: float, active: float,
-    layers_per_block: int, vocabulary: int = 163_840,
-) -> Shape:  # fmt: skip
-    """Linear attention (KDA) with states [128, 128] a head, and latent attention (MLA) whose cache holds 512 + 64 numbers a token.
-
-    With the latent absorbed into the queries a head compares 576 numbers with an earlier token's and mixes 512.
-    """
-    method = AttnResConfig(layers_per_block=layers_per_block)
-    body = ModelConfig(
-        vocabulary=vocabulary, width=width, layers=layers, heads=heads, head_width=128, mlp_width=width, context=1 << 20,
-        tied_embeddings=False, residual=method,
-    )  # fmt: skip
-    return Shape(
-        body=body,
-        parameters=round(parameters),
-        active=round(active),
-        experts=experts,
-        cache=full_layers * (512 + 64),
-        state=(layers - full_layers) * heads * 128 * 128,
-        attended=full_layers * heads * (512 + 64 + 512),
-    )
-
-
-SHAPES = {
-    "kimi-linear-48b": _published(
-        layers=27, full_layers=7, width=2_304, heads=32, experts=(256, 8), parameters=48e9, active=3e9, layers_per_block=3
-    ),
-    "kimi-k3": _published(
-        layers=93, full_layers=24, width=7_168, heads=96, experts=(896, 16), parameters=2.78e12, active=104e9, layers_per_block=12
-    ),
+SHAPES: Mapping[str, Callable[[], ModelConfig]] = {
+    "kimi-linear-48b": lambda: kimi_linear_48b(AttnResConfig(layers_per_block=LINEAR_LAYERS_PER_BLOCK)),
+    "kimi-k3": lambda: kimi_k3(AttnResConfig(layers_per_block=K3_LAYERS_PER_BLOCK)),
 }
 DESCRIPTIONS = {
     "kimi-linear-48b": "27 layers x 2304, 48B parameters, 3B active; Attention Residuals, section 5.2, with blocks of 6 sub-layers",
@@ -103,4 +92,4 @@ def published(name: str) -> Shape:
     """A published shape by name; RequestError with the nearest right one otherwise."""
     if name not in SHAPES:
         raise RequestError(choose("shape", name, SHAPES))
-    return SHAPES[name]
+    return shape_of(SHAPES[name]())

@@ -32,7 +32,7 @@ from depthroute.cost.memory import training_activations
 from depthroute.cost.pipeline import cached_formula, cached_with_own_formula, naive_formula, plain_stream
 from depthroute.cost.recorded import carried_numbers
 from depthroute.cost.shapes import Shape
-from depthroute.cost.summary import parameter_parts, residual_parameters
+from depthroute.cost.summary import body_facts, parameter_parts, residual_parameters
 from depthroute.cost.traffic import FORMULAS, least_traffic, table_traffic
 from depthroute.cost.work import body_work, routing_work
 from depthroute.model import ModelConfig
@@ -71,18 +71,17 @@ class Workload:
         return BYTES[self.dtype]
 
 
-def cost_sheet(shape: Shape, device: Device, workload: Workload, *, dense: bool) -> dict[str, Facts]:
-    """All sections. `dense`: the shape is a decoder of this library, whose parts and activations can be counted."""
+def cost_sheet(shape: Shape, device: Device, workload: Workload) -> dict[str, Facts]:
+    """All sections."""
     work, size = workload, workload.size
     sheet = {
         "shape": _shape(shape),
-        "parameters": parameter_parts(shape.body) if dense else _published_parameters(shape),
-        "multiply_adds": _work(shape, dense),
+        "parameters": _parameters(shape),
+        "multiply_adds": _work(shape),
         "traffic": _traffic(shape.body, work),
     }
-    memory_size = size if shape.body.memory_dtype == "compute" or not dense else BYTES["float32"]
-    if dense:
-        sheet["activations"] = _activations(shape.body, mixed=size < BYTES["float32"])
+    memory_size = size if shape.body.memory_dtype == "compute" else BYTES["float32"]
+    sheet["activations"] = _activations(shape.body, mixed=size < BYTES["float32"])
     sheet["bank"] = _sizes(bank(shape, batch=work.batch, tokens=work.sequence, size=size, devices=device.number, chunk=work.chunk))
     serving = serving_memory(shape, device, batch=work.batch, context=work.sequence, size=size, chunk=work.chunk)
     sheet["serving"] = _sizes(serving)
@@ -92,16 +91,15 @@ def cost_sheet(shape: Shape, device: Device, workload: Workload, *, dense: bool)
     for name, checkpointed in (("training", False), ("training_checkpointed", True)):
         bill = training(shape, device, tokens=tokens, context=work.sequence, size=size, memory_size=memory_size, checkpointed=checkpointed)
         sheet[name] = _bill(bill)
-        if dense:
-            needs = training_memory(shape, device, tokens=tokens, mixed=size < BYTES["float32"], checkpointed=checkpointed)
-            sheet[name] |= {f"held_{part}": value for part, value in _sizes(needs).items()}
+        needs = training_memory(shape, device, tokens=tokens, mixed=size < BYTES["float32"], checkpointed=checkpointed)
+        sheet[name] |= {f"held_{part}": value for part, value in _sizes(needs).items()}
     if work.stages:
         sheet["pipeline"] = _pipeline(shape, device, work)
     return sheet
 
 
 def layout_sheet(
-    shape: Shape, device: Device, layouts: Sequence[Layout], *, sequences: int, microbatch: int, context: int, dtype: Dtype, dense: bool
+    shape: Shape, device: Device, layouts: Sequence[Layout], *, sequences: int, microbatch: int, context: int, dtype: Dtype
 ) -> dict[str, Facts]:
     """A training step in each of `layouts`, by how it is typed: what the fullest process holds, what one sends at most, and time.
 
@@ -115,14 +113,14 @@ def layout_sheet(
     sheet: dict[str, Facts] = {}
     for layout in layouts:
         found = layout_cost(
-            shape, device, layout, sequences=sequences, microbatch=microbatch, context=context, mixed=dtype == "bfloat16", dense=dense
+            shape, device, layout, sequences=sequences, microbatch=microbatch, context=context, mixed=dtype == "bfloat16"
         )  # fmt: skip
         held, sent = found.fullest, found.busiest
         sheet[layout.describe()] = {
             "processes": found.processes,
             "microbatches": found.microbatches,
             "sequences_each": found.microbatch,
-            **{f"{name}_bytes": value for name, value in asdict(held).items() if value is not None},
+            **{f"{name}_bytes": value for name, value in asdict(held).items()},
             "held_bytes": held.total,
             "fits": held.total <= device.memory * 1e9,
             **{f"sent_{name}_bytes": value for name, value in asdict(sent).items()},
@@ -136,9 +134,9 @@ def layout_sheet(
     return sheet
 
 
-def method_sheet(shape: Shape, *, dense: bool) -> dict[str, Facts]:
+def method_sheet(shape: Shape) -> dict[str, Facts]:
     """Every method of the registry on one body: parameters, multiply-adds as a percentage of the body's, and, in widths, traffic per
-    sub-layer and what is carried. `dense` as in `cost_sheet`.
+    sub-layer and what is carried.
 
     A method that does not fit the body is left out.
     """
@@ -158,7 +156,7 @@ def method_sheet(shape: Shape, *, dense: bool) -> dict[str, Facts]:
         sublayers, width = 2 * body.layers, body.width
         sheet[name] = {
             "parameters": residual_parameters(body),
-            "multiply_adds_percent": 100 * routing_work(body).total / (body_work(body) if dense else shape.active),
+            "multiply_adds_percent": 100 * routing_work(body).total / body_work(body),
             "traffic_widths": least_traffic(body).total / sublayers / width,
             "carried_widths": carried_numbers(body) / width,
         }
@@ -167,15 +165,16 @@ def method_sheet(shape: Shape, *, dense: bool) -> dict[str, Facts]:
 
 def _shape(shape: Shape) -> Facts:
     body = shape.body
-    return {"layers": body.layers, "width": body.width, "residual": body.residual.describe()}
+    return {"layers": body.layers, "width": body.width, **body_facts(body), "residual": body.residual.describe()}
 
 
-def _published_parameters(shape: Shape) -> Facts:
-    return {"body": shape.parameters, "active": shape.active, "residual": residual_parameters(shape.body)}
+def _parameters(shape: Shape) -> Facts:
+    parts = parameter_parts(shape.body)
+    return parts if shape.body.experts is None else parts | {"active": shape.active}
 
 
-def _work(shape: Shape, dense: bool) -> Facts:
-    work, core = routing_work(shape.body), body_work(shape.body) if dense else shape.active
+def _work(shape: Shape) -> Facts:
+    work, core = routing_work(shape.body), body_work(shape.body)
     return {**asdict(work), "total": work.total, "body": core, "percent_of_body": 100 * work.total / core}
 
 

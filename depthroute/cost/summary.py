@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
+from depthroute.cost.shapes import shape_of
 from depthroute.cost.work import FORMULAS, body_work, routing_work
 from depthroute.model import Decoder, ModelConfig
+from depthroute.model.bodies import ExpertsConfig, MixerName
+
+MIXER_NAMES: dict[MixerName, str] = {"softmax": "softmax", "kda": "KDA", "mla": "MLA"}
 
 
 def model_facts(config: ModelConfig) -> dict[str, Any]:
@@ -14,14 +19,17 @@ def model_facts(config: ModelConfig) -> dict[str, Any]:
 
     with torch.device("meta"):
         counts = Decoder(config).parameter_counts()
+    active = {} if config.experts is None else {"active_parameters": shape_of(config).active}
     facts = {
         "parameters": counts["total"],
         "residual_parameters": counts["residual"],
         "embedding_parameters": counts["embedding"],
+        **active,
         "layers": config.layers,
         "width": config.width,
         "heads": config.heads,
         "mlp_width": config.mlp_width,
+        **body_facts(config),
         "context": config.context,
         "vocabulary": config.vocabulary,
         "residual": config.residual.describe(),
@@ -31,13 +39,14 @@ def model_facts(config: ModelConfig) -> dict[str, Any]:
 
 
 def parameter_parts(config: ModelConfig) -> dict[str, int]:
-    """Parameters by part, counted on a model without storage: embedding (with the head, where that is separate), attention, mlp, norms (all
-    of the body's), residual (all that the method adds), total."""
+    """Parameters by part, counted on a model without storage: embedding (with the head, where that is separate), attention (whatever mixes
+    the tokens), mlp (shared experts are one), experts (the routed ones of a model that has them, with router and latent matrices), norms
+    (all of the body's), residual (all that the method adds), total."""
     import torch
 
     with torch.device("meta"):
         model = Decoder(config)
-    parts = dict.fromkeys(("embedding", "attention", "mlp", "norms", "residual"), 0)
+    parts = dict.fromkeys(("embedding", "attention", "mlp", *(["experts"] if config.experts else []), "norms", "residual"), 0)
     for name, parameter in model.named_parameters():
         path = name.split(".")
         if path[0] in ("embedding", "head"):
@@ -45,9 +54,40 @@ def parameter_parts(config: ModelConfig) -> dict[str, int]:
         elif path[0] == "residual":
             part = "residual"
         else:
-            part = "norms" if any(step.endswith("norm") for step in path) else path[2]
+            routed = path[2:3] == ["mlp"] and path[3] != "shared" and config.has_experts(int(path[1]))
+            part = "norms" if any(step.endswith("norm") for step in path) else "experts" if routed else path[2]
         parts[part] += parameter.numel()
     return parts | {"total": sum(parts.values())}
+
+
+def body_facts(config: ModelConfig) -> dict[str, str]:
+    """What a body has in place of softmax attention and dense MLPs, in words; nothing of a body that has not."""
+    facts = {}
+    if config.kda is not None or config.mla is not None:
+        facts["mixers"] = mixers_in_words(config)
+    if config.experts is not None:
+        facts["experts"] = experts_in_words(config.experts)
+    if config.activation != "swiglu":
+        facts["activation"] = config.activation
+    if config.document_end is not None:
+        facts["documents"] = "do not see each other"
+    return facts
+
+
+def mixers_in_words(config: ModelConfig) -> str:
+    """The mixers in the order in which they repeat, such as "3 KDA : 1 MLA", and the last one where it is another."""
+    runs = [(name, len(list(run))) for name, run in groupby(config.mixers)]
+    words = " : ".join(f"{count} {MIXER_NAMES[name]}" for name, count in runs) if len(runs) > 1 else MIXER_NAMES[runs[0][0]]
+    last = config.mixer(config.layers - 1)
+    return words if last == config.mixers[(config.layers - 1) % len(config.mixers)] else f"{words}, last {MIXER_NAMES[last]}"
+
+
+def experts_in_words(experts: ExpertsConfig) -> str:
+    """Such as "8 of 256 + 1 shared x 1,024", and what else is not as usual."""
+    shared = f" + {experts.shared} shared" if experts.shared else ""
+    latent = f" in a latent width of {experts.latent:,}" if experts.latent else ""
+    dense = f", behind {experts.dense_layers} dense" if experts.dense_layers else ""
+    return f"{experts.chosen} of {experts.number}{shared} x {experts.width:,}{latent}{dense}"
 
 
 def residual_parameters(config: ModelConfig) -> int:

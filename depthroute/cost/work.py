@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from depthroute.common.errors import RequestError
-from depthroute.cost.flops import core_flops, projected_key_flops, source_counts
+from depthroute.cost.flops import source_counts
+from depthroute.cost.layers import body_products
 from depthroute.cost.reads import site_reads
 from depthroute.model import ModelConfig
 from depthroute.residual import AttnResConfig, PreNormConfig, ResidualConfig
@@ -63,9 +64,11 @@ def routing_work(model: ModelConfig) -> Work:
 
 
 def body_work(model: ModelConfig) -> int:
-    """Multiply-adds per token of the body's weight matrices, without embedding, head and attention scores (Appendix F, eq. 68)."""
-    heads, values = model.heads * model.resolved_head_width, _values(model)
-    return core_flops(model.layers, model.width, model.mlp_width, attention_width=heads, key_value_width=values)
+    """Multiply-adds per token of the body's weights, without embedding, head, attention scores and states (Appendix F, eq. 68).
+
+    `depthroute.cost.layers.layer_products` says what counts where layers have other mixers, or experts.
+    """
+    return body_products(model)
 
 
 def _values(model: ModelConfig) -> int:
@@ -170,8 +173,7 @@ def _attnres(method: AttnResConfig, model: ModelConfig) -> Work:
     seen = sum(read.queries * read.sources for read in site_reads(method, 2 * model.layers) if read.sources > 1)
     projection = 0
     if method.keys == "projected":
-        heads = model.heads * model.resolved_head_width
-        projection = projected_key_flops(model.layers, model.width, model.mlp_width, rank, heads)
+        projection = rank * (model.width + sum(map(model.body.activation, range(2 * model.layers))))  # eq. 41
     return Work(score=rank * seen, value=model.width * seen, projection=projection)
 
 

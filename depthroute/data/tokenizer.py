@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from depthroute.common.errors import FailureError, RequestError
 from depthroute.common.files import read_json, write_bytes
+from depthroute.data.tiktoken import CL100K, cl100k
 
 if TYPE_CHECKING:
     import tokenizers
@@ -128,17 +129,18 @@ def ready_tokenizer(path: Path, end_of_document: str | None = None, begin_of_doc
     Nothing is put in front of or behind a text (what its post-processor does), and no text is cut or padded, whatever its file says.
 
     Args:
-        path: a `tokenizer.json` of the `tokenizers` library.
+        path: a `tokenizer.json` of the `tokenizers` library; or `cl100k`, where there is no file of that name: tiktoken's vocabulary, which
+            the extra `cl100k` installs (see `depthroute.data.tiktoken`).
         end_of_document: the token that ends a document. None: the `eos_token` of the tokenizer_config.json beside it, or else the one
             of the usual names (`USUAL_ENDS`) that it has.
         begin_of_document: the token in front of a document (see `usual_begin`). None: there is none.
 
     Raises:
         RequestError: no such file; no such token, or none that is known to end a document, or more than one; or the text of one of these
-            tokens inside a document would become its id.
+            tokens inside a document would become its id; or the extra `cl100k` is not installed.
         FailureError: the file is not a tokenizer.
     """
-    file = _read(path)
+    file = cl100k() if path == Path(CL100K) and not path.exists() else _read(path)
     tokenizer = _parsed(file, path)
     name = end_of_document or _configured(path.with_name("tokenizer_config.json"), "eos_token")
     usual = [token for token in USUAL_ENDS if tokenizer.token_to_id(token) is not None]

@@ -30,6 +30,12 @@ COMPILED = {"registry": ("serving",), "operator": ("read",), "held": ("hold",), 
 STAND_INS = {
     Symbol(f"depthroute.ops.{file}", name): Symbol("depthroute.hf.standins", name) for file, names in COMPILED.items() for name in names
 }
+# Bodies that are not exported, and documents that share a sequence (`DepthrouteConfig`): their code is not in the file.
+STAND_INS |= {Symbol("depthroute.model.sight", name): Symbol("depthroute.hf.standins", name) for name in ("Seen", "attend")}
+STAND_INS |= {
+    Symbol(f"depthroute.model.{file}", name): Symbol("depthroute.hf.standins", "NotExported")
+    for file, name in (("kda", "DeltaAttention"), ("mla", "LatentAttention"), ("experts", "Experts"), ("sight", "packed_documents"))
+}
 REGISTRY = Symbol("depthroute.residual.protocol", "METHODS")
 # Methods of any class that a model does not run: our own losses and diagnostics, and the writing of this very file.
 OMITTED = frozenset({

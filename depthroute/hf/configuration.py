@@ -17,7 +17,8 @@ class DepthrouteConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     of its own (`vocab_size`, `hidden_size`, `layer_types`, ...) follow from it.
 
     Raises:
-        RequestError: a field that the model does not have, or a value under one of transformers' names that contradicts `model`.
+        RequestError: a field that the model does not have, a value under one of transformers' names that contradicts `model`, or a body
+            that is not for transformers (`refuse_bodies`).
     """
 
     model_type = "depthroute"
@@ -37,6 +38,9 @@ class DepthrouteConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         if model is None:
             raise RequestError("a DepthrouteConfig needs `model`: a ModelConfig, or what it is as JSON.")
         config = model if isinstance(model, ModelConfig) else from_json(ModelConfig, model, "model")
+        refuse_bodies(config)
+        # A model of transformers reads one document a row: nothing packs them there. Of one document the logits are the same.
+        config = dataclasses.replace(config, document_end=None)
         for field in dataclasses.fields(ModelConfig):
             if field.name in kwargs:
                 raise RequestError(f"{field.name} = {kwargs[field.name]!r} is not a field here; it belongs into `model`.")
@@ -53,11 +57,27 @@ class DepthrouteConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         """The configuration of the decoder.
 
         Raises:
-            RequestError: a size was changed under transformers' name, and `model` says something else.
+            RequestError: a size was changed under transformers' name, and `model` says something else, or as at the beginning.
         """
         config = from_json(ModelConfig, self.model, "model")
+        refuse_bodies(config)
         _compare(sizes_of(config), vars(self))
         return config
+
+
+def refuse_bodies(config: ModelConfig) -> None:
+    """Refuse what transformers' caches and masks do not serve. Raises RequestError by the field."""
+    wrong = {
+        "mixers": sorted({config.mixer(layer) for layer in range(config.layers)} - {"softmax"}),
+        "experts.number": None if config.experts is None else config.experts.number,
+        "activation": None if config.activation == "swiglu" else config.activation,
+    }
+    for name, value in wrong.items():
+        if value:
+            raise RequestError(
+                f"model.{name} = {value}: a model of transformers has softmax attention and dense SwiGLU alone; depthroute's own commands "
+                "(sample, eval, analyse) run this one."
+            )
 
 
 def sizes_of(config: ModelConfig) -> dict[str, Any]:

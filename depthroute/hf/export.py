@@ -22,7 +22,7 @@ from depthroute.data.tokenizer import EOS, PAD, SPECIAL_TOKENS, TextTokenizer
 from depthroute.hf.bundle import MODELLING_FILE
 from depthroute.hf.configuration import DepthrouteConfig
 from depthroute.hf.modelling import ROUTE_QUERIES, DepthrouteForCausalLM
-from depthroute.model import Decoder
+from depthroute.model import Decoder, ModelConfig
 from depthroute.train import load_trained
 from depthroute.train.run_data import run_tokenizer
 
@@ -50,7 +50,7 @@ def export_hf(run: Path, out: Path, *, data: Path | None = None, dtype: Dtype | 
         are stored), and `rounding_max_difference` (of a logit, by that rounding).
 
     Raises:
-        RequestError: no run, no checkpoint, no data, or a folder that is not empty.
+        RequestError: no run, no checkpoint, no data, a folder that is not empty, or a body that is not for transformers.
         FailureError: a damaged checkpoint, a full disk, or logits or tokens that differ.
     """
     if dtype is not None and dtype not in DTYPES:
@@ -61,7 +61,7 @@ def export_hf(run: Path, out: Path, *, data: Path | None = None, dtype: Dtype | 
     with new_folder(out) as folder:
         ids = write_tokenizer(tokenizer, folder, decoder.config.context)
         model = around(decoder, **ids)
-        tokens = torch.randint(decoder.config.vocabulary, (2, min(decoder.config.context, 64)), generator=torch.Generator().manual_seed(0))
+        tokens = _one_document(decoder.config, torch.Generator().manual_seed(0))
         before = _exact_logits(decoder, tokens)
         cast(model, DTYPES[dtype or "float32"])
         rounding = (_exact_logits(decoder, tokens) - before).abs().max().item()
@@ -139,6 +139,15 @@ def _template(ours: TextTokenizer) -> dict[str, Any] | None:
         "type": "TemplateProcessing", "single": texts[0], "pair": texts[0] + texts[1],
         "special_tokens": {name: {"id": name, "ids": [ours.begin], "tokens": [name]}},
     }  # fmt: skip
+
+
+def _one_document(config: ModelConfig, generator: torch.Generator) -> Tensor:
+    """Two rows of random tokens, none of which ends a document."""
+    end, shape = config.document_end, (2, min(config.context, 64))
+    if end is None:
+        return torch.randint(config.vocabulary, shape, generator=generator)
+    tokens = torch.randint(config.vocabulary - 1, shape, generator=generator)
+    return tokens + (tokens >= end)
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ Shapes: B batch, T tokens of a pass, C tokens that they can see, D width, V voca
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from depthroute.common.errors import RequestError
 from depthroute.hf.configuration import DepthrouteConfig
-from depthroute.model.attention import Seen, Sight
 from depthroute.model.decoder import Decoder
+from depthroute.model.sight import Seen, Sight
 from depthroute.residual.protocol import Memory
 
 ROUTE_QUERIES = re.compile(r"\bresidual\..*query$")  # names of parameters that stay float32 in half precision
@@ -35,6 +36,13 @@ class CacheStore:
         """Keep those of this pass [B, K, T, E], and return all that the layer may see [B, K, C, E]."""
         keys, values = self.cache.update(key, value, layer)
         return keys, values
+
+    def state(self, layer: int) -> tuple[Tensor, ...] | None:
+        """None: no layer of these models has one."""
+        return None
+
+    def carry(self, layer: int, state: tuple[Tensor, ...]) -> None:
+        """Nobody has one."""
 
 
 class DepthrouteForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
@@ -192,7 +200,7 @@ class DepthrouteForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[n
         """As in transformers; `config.model` follows."""
         embedding = super().resize_token_embeddings(*args, **kwargs)
         self.config.model = {**self.config.model, "vocabulary": self.config.vocab_size}
-        self.decoder.config = self.config.decoder_config()
+        self.decoder.config = replace(self.decoder.config, vocabulary=self.config.vocab_size)
         return embedding
 
     @torch.no_grad()

@@ -11,13 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from depthroute.infer.cache import KeyValueCache
+from depthroute.infer.cache import TextCache
 from depthroute.model import Decoder
-from depthroute.model.attention import Attention, one_input
+from depthroute.model.attention import Attention
 from depthroute.model.layers import MLP, Layer
 from depthroute.model.linear import Projection, TokenEmbedding, watched_module
+from depthroute.model.sublayer import one_input
 from depthroute.ops import steps
-from depthroute.residual import InPlace, Residual, RMSNorm, RoleInputs
+from depthroute.residual import InPlace, RMSNorm, RoleInputs
 
 
 class DecodingProgram:
@@ -32,11 +33,11 @@ class DecodingProgram:
         weight = model.embedding.weight
         if rows > steps.most_rows() or weight.device.type != "cpu" or weight.dtype not in steps.SUFFIXES:
             return False
-        if type(model.residual).values is not Residual.values or model.rotary.cos.dtype != torch.float32:
+        if model.residual.has_values or model.rotary.cos.dtype != torch.float32:
             return False
         return _plain(model, weight.dtype) and all(_steps_of(layer, routing, 2 * number) for number, layer in enumerate(model.layers))
 
-    def __init__(self, model: Decoder, routing: InPlace, cache: KeyValueCache) -> None:
+    def __init__(self, model: Decoder, routing: InPlace, cache: TextCache) -> None:
         self._model, self._cache, self._rows = model, cache, cache.rows
         rows = cache.rows
         config, like = model.config, model.embedding.weight
@@ -51,8 +52,10 @@ class DecodingProgram:
             layer = model.layers[site // 2]
             assert isinstance(layer, Layer)
             if site % 2 == 0:
+                assert isinstance(layer.attention, Attention)
                 self._attention(layer.attention, routing, site, layer.attention_norm)
             else:
+                assert isinstance(layer.mlp, MLP)
                 self._mlp(layer.mlp, routing, site, layer.mlp_norm)
         hidden = self._read(routing, 2 * config.layers, model.norm)[0]
         self._steps.append(steps.product(hidden, [model.head_weight], [None], [self._logits]))
@@ -129,10 +132,10 @@ def _plain(model: Decoder, dtype: torch.dtype) -> bool:
 
 
 def _steps_of(layer: nn.Module, routing: InPlace, site: int) -> bool:
-    """Whether a layer is of the two sub-layers with norms before them alone, which the reads hold."""
+    """Whether a layer is softmax attention and a dense SwiGLU with norms before them alone, which the reads hold."""
     if type(layer) is not Layer or type(layer.attention) is not Attention or type(layer.mlp) is not MLP:
         return False
     behind = layer.attention_output_norm is not None or layer.mlp_output_norm is not None
-    own = layer.attention.value is not None and layer.attention.value_norm is None
+    own = layer.attention.value is not None and layer.attention.value_norm is None and layer.mlp.activation == "swiglu"
     reads = (routing.site_read(site, layer.attention_norm), routing.site_read(site + 1, layer.mlp_norm))
     return own and not behind and all(read.left is None for read in reads)

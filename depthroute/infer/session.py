@@ -1,7 +1,8 @@
 """A batch of texts that a model goes on with, a token at a time.
 
-A pass of a model has two memories. Keys and values of earlier tokens are in the cache. The depth memory is of the tokens of the pass alone:
-no later token looks into it. So it is kept in one place for passes of one shape, and its size does not grow with the text.
+A pass of a model has two memories. What earlier tokens have left (keys and values, latent vectors, states) is in the cache. The depth
+memory is of the tokens of the pass alone: no later token looks into it. So it is kept in one place for passes of one shape, and its size
+does not grow with the text.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from depthroute.common.errors import RequestError
-from depthroute.infer.cache import KeyValueCache
+from depthroute.infer.cache import TextCache
 from depthroute.infer.program import DecodingProgram
 from depthroute.model import Decoder
 from depthroute.ops import watched
@@ -26,7 +27,8 @@ CHUNK = 256  # tokens
 class Session:
     """Texts of a batch that a model goes on with, a token at a time.
 
-    Beyond the model's context the text slides: a token attends to the last `context` tokens.
+    Beyond the model's context the text slides: a token attends to the last `context` tokens, and states go on. Where a model has a
+    `document_end`, the token behind it begins a new document and sees nothing before itself.
     """
 
     def __init__(self, model: Decoder, *, chunk: int = CHUNK) -> None:
@@ -44,10 +46,11 @@ class Session:
             raise RequestError(f"chunk = {chunk} is not allowed; it takes 1 token or more.")
         self.model = model
         self._chunk = min(chunk, model.config.context)
-        self._cache: KeyValueCache | None = None
+        self._cache: TextCache | None = None
         self._routing: tuple[tuple[object, ...], Routing] | None = None
         self._program: tuple[int, DecodingProgram | None] | None = None
         self._weights: tuple[object, ...] = ()
+        self._ended: Tensor | None = None  # bool [B], rows whose last token ended a document; None where nothing ends one
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Begin with these token ids; the logits behind each prompt, [B, V] in at least float32.
@@ -59,12 +62,15 @@ class Session:
         if len(prompts) == 0:
             raise RequestError("there is no prompt; give at least one.")
         check_prompts(prompts, self.model.config.vocabulary)
+        end = self.model.config.document_end
+        prompts = [_last_document(prompt, end) for prompt in prompts]
+        self._ended = None if end is None else torch.tensor([prompt[-1] == end for prompt in prompts], device=weight.device)
         longest = max(map(len, prompts))
         padding = [longest - len(prompt) for prompt in prompts]
         tokens = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)], device=weight.device)
         self._routing = self._program = None  # the weights may have changed
         self._weights = _identity(self.model)
-        self._cache = KeyValueCache(self.model.config, len(prompts), weight, room=longest + 1)
+        self._cache = TextCache(self.model.config, len(prompts), weight, room=longest + 1)
         for start in range(0, longest, self._chunk):
             hidden = self._pass(tokens[:, start : start + self._chunk], padding if start == 0 else None)
         return self._logits(hidden)
@@ -83,6 +89,11 @@ class Session:
             raise RequestError(f"a step has token ids {tokens.tolist()}; this model has 0 to {vocabulary - 1}.")
         if self._weights != _identity(self.model):
             raise RequestError("the model was cast or moved since its prompts were read; call prefill again.")
+        end = self.model.config.document_end
+        if end is not None and self._ended is not None:
+            if self._ended.any():
+                self._begun().hide(self._ended)
+            self._ended = torch.eq(tokens, end)
         program = self._prepared(rows)
         return self._logits(self._pass(tokens[:, None], None)) if program is None else program(tokens)
 
@@ -96,10 +107,11 @@ class Session:
         if not len(rows) or any(type(row) is not int or not 0 <= row < there for row in rows):
             raise RequestError(f"rows = {list(rows)} is not allowed; the batch has the rows 0 to {there - 1}, and at least one is kept.")
         self._begun().keep(rows)
+        self._ended = None if self._ended is None else self._ended[list(rows)]
 
     @property
     def cache_bytes(self) -> int:
-        """What the keys and values take."""
+        """What the cache takes: what grows with the text, up to twice the context, and the states that do not."""
         return 0 if self._cache is None else self._cache.bytes
 
     @property
@@ -138,7 +150,7 @@ class Session:
         self._program = (cache.moved, program)
         return program
 
-    def _begun(self) -> KeyValueCache:
+    def _begun(self) -> TextCache:
         if self._cache is None:
             raise RequestError("nothing was begun: call prefill first.")
         return self._cache
@@ -160,6 +172,12 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocabulary: int) -> None:
         wrong = [token for token in prompt if not 0 <= token < vocabulary]
         if wrong:
             raise RequestError(f"prompt {row} has the token id {wrong[0]}; this model has 0 to {vocabulary - 1}.")
+
+
+def _last_document(prompt: Sequence[int], end: int | None) -> Sequence[int]:
+    """What the last token of a prompt sees: the rest is of documents before its own."""
+    start = max((place + 1 for place, token in enumerate(prompt[:-1]) if token == end), default=0)
+    return prompt[start:]
 
 
 def _identity(model: Decoder) -> tuple[object, ...]:

@@ -10,15 +10,18 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from depthroute.common.errors import RequestError
-from depthroute.model.attention import Sight, SubLayerOutput, whole_sequence
 from depthroute.model.config import ModelConfig
+from depthroute.model.experts import Experts
 from depthroute.model.layers import Layer
 from depthroute.model.linear import Projection, TokenEmbedding
 from depthroute.model.loss import LossSums, cross_entropy_sums, likeliest, token_nll
 from depthroute.model.rotary import Rotary
+from depthroute.model.sight import Sight, packed_documents, whole_sequence
+from depthroute.model.sublayer import SubLayerOutput
 from depthroute.ops import linear
 from depthroute.residual import Memory, RMSNorm, Routing, Trace
 
@@ -43,6 +46,8 @@ class Decoder(nn.Module):
         )
         self.layers = nn.ModuleList(Layer(config, number) for number in range(config.layers))
         self.residual = config.residual.build(config.body)
+        for experts in self.experts.values():
+            experts.traces = self.residual.looks_inside
         self.norm = RMSNorm(config.width, eps=config.norm_eps)
         self.head = None if config.tied_embeddings else Projection(config.width, config.vocabulary, config.init_std)
 
@@ -54,7 +59,7 @@ class Decoder(nn.Module):
         Raises:
             RequestError: more tokens than the context.
         """
-        return self.connect(self.embedded(tokens), self.sight(tokens.shape[-1]), observe=observe)
+        return self.connect(self.embedded(tokens), self.sight(tokens), observe=observe)
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """The embedding [B, T, D] of token ids [B, T], in the memory's dtype."""
@@ -93,11 +98,14 @@ class Decoder(nn.Module):
             memory = self.step(memory, site, sight, routing)
         return memory
 
-    def sight(self, tokens: int) -> Sight:
-        """Of whole sequences of `tokens` without padding. Raises RequestError beyond the context."""
-        if tokens > self.config.context:
-            raise RequestError(f"a sequence of {tokens} tokens is longer than model.context = {self.config.context}.")
-        return whole_sequence(self.rotary(0, tokens), tokens, self.config.attention_window)
+    def sight(self, tokens: Tensor) -> Sight:
+        """Of whole sequences of token ids [B, T] without padding. Raises RequestError beyond the context."""
+        count, end, window = tokens.shape[-1], self.config.document_end, self.config.attention_window
+        if count > self.config.context:
+            raise RequestError(f"a sequence of {count} tokens is longer than model.context = {self.config.context}.")
+        if end is None:
+            return whole_sequence(self.rotary(0, count), count, window)
+        return packed_documents(self.rotary, F.pad(tokens[:, :-1] == end, (1, 0), value=True), window)
 
     def step(self, memory: Memory, site: int, sight: Sight, routing: Routing | None = None) -> Memory:
         """One sub-layer: its read, itself, and what it writes."""
@@ -107,7 +115,8 @@ class Decoder(nn.Module):
         behind = layer.attention_output_norm if site % 2 == 0 else layer.mlp_output_norm
         if site % 2 == 0:
             inputs = routing.read(memory, site, layer.attention_norm)
-            found: SubLayerOutput = layer.attention(inputs, sight, partial(routing.values, memory, site))
+            values = partial(routing.values, memory, site) if self.residual.has_values else None
+            found: SubLayerOutput = layer.attention(inputs, sight, values)
         else:
             inputs = routing.read(memory, site, layer.mlp_norm)
             found = layer.mlp(inputs)
@@ -143,11 +152,20 @@ class Decoder(nn.Module):
         """[V, D]; the embedding's where the two are tied."""
         return self.embedding.weight if self.head is None else self.head.weight
 
+    @property
+    def experts(self) -> dict[int, Experts]:
+        """The mixtures of experts by layer."""
+        found = {number: layer.mlp for number, layer in enumerate(self.layers) if isinstance(layer, Layer)}
+        return {number: mlp for number, mlp in found.items() if isinstance(mlp, Experts)}
+
     def cast_body(self, dtype: torch.dtype) -> Decoder:
-        """Cast the weights in place, to run without gradients; what the residual method adds and the rotations stay in float32."""
-        for name, child in self.named_children():
-            if name not in ("residual", "rotary"):
-                child.to(dtype)
+        """Cast the weights in place, to run without gradients. What the residual method adds, the rotations, and what computes in float32
+        whatever the rest does (routers, decays) stay in float32."""
+        kept = {id(parameter) for module in self.modules() if getattr(module, "exact", False) for parameter in module.parameters()}
+        kept |= {id(parameter) for parameter in self.residual.parameters()}
+        for parameter in self.parameters():
+            if id(parameter) not in kept:
+                parameter.data = parameter.data.to(dtype)
         return self
 
     def parameter_counts(self) -> dict[str, int]:

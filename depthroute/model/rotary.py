@@ -105,9 +105,9 @@ class Rotary(nn.Module):
         cos, sin = self._tables(torch.arange(start, stop))
         return Rotation(cos.to(self.cos), sin.to(self.sin))
 
-    def at(self, positions: Tensor) -> Rotation:
-        """Of `positions` [B, T] (int64)."""
-        if int(positions.max()) < len(self.cos):
+    def at(self, positions: Tensor, stop: int | None = None) -> Rotation:
+        """Of `positions` [B, T] (int64). `stop`: what all of them are below; None has a look, which a compiler cannot."""
+        if (int(positions.max()) + 1 if stop is None else stop) <= len(self.cos):
             return Rotation(self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1))
         cos, sin = self._tables(positions.cpu())
         return Rotation(cos.to(self.cos).unsqueeze(1), sin.to(self.sin).unsqueeze(1))

@@ -72,16 +72,18 @@ class Chunk(nn.Module):
     `decoder` holds the parameters of this chunk alone, under their names in the whole model. The last chunk returns what
     `finish(decoder, hidden, microbatch)` makes of the hidden states [B, T, D] after the final norm.
 
-    `begin` names the micro-batch before each call. `sequence`: the tokens of the whole sequence, where T is a share of it. `precision`: of
-    autocast, for the forward pass alone.
+    `begin` names the micro-batch before each call. `sequences`: the token ids of the whole sequences of every micro-batch, [B, T] or more
+    tokens where T is a share of them, for what a token sees. They are no argument: every process of a share has them, and none is sent.
+    `precision`: of autocast, for the forward pass alone.
     """
 
     def __init__(
-        self, decoder: Decoder, cut: Cut, passages: Passages, number: int, kept: Kept, sequence: int, precision: torch.dtype | None = None
+        self, decoder: Decoder, cut: Cut, passages: Passages, number: int, kept: Kept, precision: torch.dtype | None = None
     ) -> None:
         super().__init__()
         self.decoder = decoder
-        self.number, self.layers, self.sequence, self.precision = number, cut.layers[number], sequence, precision
+        self.number, self.layers, self.precision = number, cut.layers[number], precision
+        self.sequences: Sequence[Tensor] = ()
         self.first, self.last = number == 0, number == cut.chunks - 1
         self.finish: Finish | None = None
         self._kept = kept
@@ -108,7 +110,7 @@ class Chunk(nn.Module):
         else:
             sources = self._gathered(arrived)
             memory = residual.take_over(self._before.built(sources), 2 * self.layers.start)
-        memory = decoder.run(memory, self.layers, decoder.sight(self.sequence))
+        memory = decoder.run(memory, self.layers, decoder.sight(self.sequences[self._microbatch]))
         if self._behind is None:
             assert self.finish is not None
             return self.finish(decoder, residual.close(memory, decoder.norm), self._microbatch)

@@ -9,9 +9,11 @@ Shapes: B sequences of a micro-batch, T tokens that a process has of each.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from depthroute.common.errors import RequestError
 from depthroute.model import Decoder, ModelConfig
+from depthroute.model.layers import Layer
 from depthroute.ops import hold
 from depthroute.parallel.layout import Keeps
 from depthroute.residual import Memory
@@ -64,7 +67,8 @@ class Cut:
     """A decoder in chunks. Chunk c of C is run by process c mod P of a pipeline.
 
     `tokens`: [B, T] of a micro-batch. `memories`: at the C - 1 cuts. `parameters`: the names of those that each chunk uses; a parameter
-    that none uses is the first chunk's. `hidden`: the dtype of the final hidden states.
+    that no gradient comes to is that of its layer's chunk, or outside of layers the first chunk's. `hidden`: the dtype of the final hidden
+    states.
     """
 
     tokens: tuple[int, int]
@@ -96,7 +100,9 @@ class Passages:
 
 
 def layers_of_chunks(config: ModelConfig, chunks: int) -> tuple[range, ...]:
-    """The layers of every chunk: as even as they can be, with as many fewer in the last one as its head weighs.
+    """The layers of every chunk, so that the longest takes as short as it can by `products`, with the head in the last one.
+
+    Of equally good cuts it is the one with most layers in the last chunk, and the others as even as they can be.
 
     Raises:
         RequestError: more chunks than layers.
@@ -108,17 +114,47 @@ def layers_of_chunks(config: ModelConfig, chunks: int) -> tuple[range, ...]:
         )
     if chunks == 1:
         return (range(layers),)
-    body = config.body
-    inner, key_value = body.attention_activation, config.resolved_key_value_heads * config.resolved_head_width
-    products = config.width * (2 * inner + 2 * key_value + 3 * config.mlp_width) + config.context * inner  # of a token, in a layer
-    head = config.vocabulary * config.width / products
+    sums = [0, *accumulate(products(config, layer) for layer in range(layers))]
+    head = config.vocabulary * config.width
 
-    def longest(last: int) -> float:
-        return max(-(-(layers - last) // (chunks - 1)), last + head)
+    def earliest(longest: int) -> list[int]:
+        """The first layer of every chunk where the later ones take as much as they can. Those before the first chunk are left over."""
+        found, stop, room = [0] * chunks, layers, longest - head
+        for chunk in reversed(range(chunks)):
+            found[chunk] = stop = max(bisect_left(sums, sums[stop] - room), chunk)  # a layer at least for each before
+            room = longest
+        return found
 
-    last = min(range(layers // chunks + 1, 0, -1), key=longest)  # of equally good ones the largest
-    ends = [(layers - last) * number // (chunks - 1) for number in range(1, chunks)] + [layers]
-    return tuple(range(start, end) for start, end in zip([0, *ends], ends, strict=False))
+    runs = {sums[stop] - sums[start] + head * (stop == layers) for stop in range(1, layers + 1) for start in range(stop)}
+    least = max(sums[layers] - sums[layers - 1] + head, *(sums[layer + 1] - sums[layer] for layer in range(layers)))
+    possible = sorted(run for run in runs if run >= least)
+    longest = possible[bisect_left(possible, True, key=lambda run: earliest(run)[0] == 0)]
+    bounds = earliest(longest)
+    starts, last = [0], bounds[-1]
+    for chunk in range(1, chunks - 1):
+        even = bisect_right(sums, sums[last] * chunk // (chunks - 1)) - 1
+        latest = min(bisect_right(sums, sums[starts[-1]] + longest) - 1, last - (chunks - 1 - chunk))
+        starts.append(min(max(even, bounds[chunk], starts[-1] + 1), latest))
+    starts.append(last)
+    return tuple(range(start, end) for start, end in zip(starts, [*starts[1:], layers], strict=True))
+
+
+def products(config: ModelConfig, layer: int) -> int:
+    """Multiplications of a token in a layer: with the matrices that it meets, and with what it sees of other tokens."""
+    with torch.device("meta"):
+        parameters = list(Layer(config, layer).parameters())
+    found = 0
+    for parameter in parameters:
+        if parameter.ndim == 3 and config.experts is not None:  # of every expert, and a token meets those that it chose
+            found += parameter[0].numel() * config.experts.chosen
+        elif parameter.ndim > 1:
+            found += parameter.numel()
+    inner = config.body.attention_activation
+    mixer = config.mixer(layer)
+    if mixer == "kda":
+        return found + 3 * inner * config.resolved_head_width  # a state is corrected, written and read
+    beside = 0 if mixer == "softmax" or config.mla is None else config.heads * config.mla.shared_key
+    return found + config.context * (2 * inner + beside) // 2  # half of the context on average
 
 
 def cut(
@@ -143,10 +179,11 @@ def cut(
     users: list[set[str]] = []
     autocast = torch.autocast(kind, dtype=precision, enabled=precision is not None)
     with FakeTensorMode(), torch.enable_grad(), torch.device(kind), autocast, _parameters_in(dtype):
-        decoder = Decoder(config)
-        residual, sight = decoder.residual, decoder.sight(tokens)
+        decoder = Decoder(replace(config, document_end=None))  # what passes is the same whatever a token sees
+        ids = torch.zeros(rows, tokens, dtype=torch.long)
+        residual, sight = decoder.residual, decoder.sight(ids)
         names = {id(parameter): name for name, parameter in decoder.named_parameters()}
-        memory: Memory = residual.open(decoder.embedded(torch.zeros(rows, tokens, dtype=torch.long)))
+        memory: Memory = residual.open(decoder.embedded(ids))
         opened = {id(leaf) for leaf in pytree.tree_leaves(memory)}
         alive.append(memory)
         for chunk, own in enumerate(layers):
@@ -173,7 +210,10 @@ def cut(
             found |= {id(leaf): number for number, leaf in arrived.items()}
             alive += [leaves, arrived]
             memory = memories[-1].built(arrived)
-    users[0] |= set(names.values()).difference(*users)
+    chunk_of = {layer: chunk for chunk, own in enumerate(layers) for layer in own}
+    for name in set(names.values()).difference(*users):  # what no gradient comes to, as a router's bias
+        owner, *rest = name.split(".")
+        users[chunk_of[int(rest[0])] if owner == "layers" else 0].add(name)
     return Cut(
         tokens=(rows, tokens), layers=tuple(layers), sources=tuple(sources), memories=tuple(memories),
         parameters=tuple(map(frozenset, users)), hidden=outputs[0].dtype,

@@ -23,7 +23,7 @@ from depthroute.common.errors import RequestError
 from depthroute.model import Decoder, ModelConfig
 from depthroute.model.layers import Layer
 from depthroute.model.loss import cross_entropy_sums, likeliest, token_nll
-from depthroute.parallel.chunk import Chunk, Kept, chunk_decoder
+from depthroute.parallel.chunk import Chunk, Finish, Kept, chunk_decoder
 from depthroute.parallel.cut import cut, layers_of_chunks, passages
 from depthroute.parallel.pipeline import Pipeline
 from depthroute.parallel.sharding import by_mesh, local, shard, synchronise
@@ -80,7 +80,7 @@ class Network:
         travels, kept = passages(plan, layout.pp, layout.keeps), Kept()
         numbers = range(world.place("pp"), layout.chunks, layout.pp)
         self._chunks = [
-            self._sharded(Chunk(chunk_decoder(config, plan, number, dtype), plan, travels, number, kept, config.context, precision))
+            self._sharded(Chunk(chunk_decoder(config, plan, number, dtype), plan, travels, number, kept, precision))
             for number in numbers
         ]
         for chunk in self._chunks:
@@ -138,22 +138,26 @@ class Network:
         self._z_loss = z_loss
         inputs, targets = self._share(batch[:, :-1]), self._share(batch[:, 1:])
         count = batch.shape[0] * (batch.shape[1] - 1) * self.world.layout.shares
-        for chunk in self._chunks:
-            chunk.finish = self._train
+        self._prepare(self._train, batch[:, :-1], targets, self.microbatch)
         if self.pipeline is not None:
-            self._targets = torch.split(targets, self.microbatch)
             self.pipeline.step(inputs, targets, count)
         else:
-            self._accumulate_alone(torch.split(inputs, self.microbatch), torch.split(targets, self.microbatch), count)
+            self._accumulate_alone(torch.split(inputs, self.microbatch), count)
         self._shared.add_up()
         distributed.all_reduce(self._nll)  # every token was seen once, in a pipeline by its last stage
         return self._nll.clone()
 
-    def _accumulate_alone(self, inputs: Sequence[Tensor], targets: Sequence[Tensor], count: int) -> None:
+    def _prepare(self, finish: Finish, whole: Tensor, targets: Tensor, microbatch: int) -> None:
+        """Tell the chunks what they need beside what they are called with: `whole`, the sequences of this share with all their tokens."""
+        self._targets = torch.split(targets, microbatch)
+        for chunk in self._chunks:
+            chunk.finish, chunk.sequences = finish, torch.split(whole, microbatch)
+
+    def _accumulate_alone(self, inputs: Sequence[Tensor], count: int) -> None:
         chunk, copies, layout = self._chunks[0], self._copies, self.world.layout
-        for number, (some, wanted) in enumerate(zip(inputs, targets, strict=True)):
+        for number, some in enumerate(inputs):
             last = number == len(inputs) - 1
-            self._targets = [wanted]
+            chunk.begin(number)
             if copies is None:
                 synchronise(chunk, layout, last)
                 torch.autograd.backward(chunk(some) / count)
@@ -223,13 +227,13 @@ class Network:
         mine = self._rows(rows, sequences)
         inputs, wanted, where = (self._share(given[mine]) for given in (tokens, targets, marked))
         self._measured = []
-        for chunk in self._chunks:
-            chunk.finish = self._evaluate
+        together = self.microbatch if self.pipeline is not None else rows
+        self._prepare(self._evaluate, tokens[mine], wanted, together)
+        self._marked = torch.split(where, together)
         if self.pipeline is not None:
-            self._targets, self._marked = torch.split(wanted, self.microbatch), torch.split(where, self.microbatch)
             self.pipeline.evaluate(inputs, wanted)
         else:
-            self._targets, self._marked = [wanted], [where]
+            self._chunks[0].begin(0)
             self._chunks[0](inputs)
         for chunk in self._chunks:
             if isinstance(chunk, FSDPModule):

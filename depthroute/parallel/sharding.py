@@ -28,9 +28,9 @@ SomeTensor = TypeVar("SomeTensor", bound=Tensor)
 def shard(chunk: Chunk, world: World, precision: torch.dtype | None) -> None:
     """Let the processes of a world hold copies and shards of a chunk. Its parameters may be on the meta device.
 
-    Sub-layers are gathered one by one, in the precision of autocast, which would round their matrices to it anyway; norms inside them in
-    their own. The norms before them and what the residual method has are used outside of them, and belong to the chunk as a whole with the
-    embedding and the head. Gradients are summed in float32.
+    Sub-layers are gathered one by one, in the precision of autocast, which would round their matrices to it anyway; norms inside them, and
+    what is `exact` (routers, decays), in their own. The norms before them and what the residual method has are used outside of them, and
+    belong to the chunk as a whole with the embedding and the head. Gradients are summed in float32.
     """
     layout = world.layout
     if layout.shares * layout.tp == 1:
@@ -43,8 +43,8 @@ def shard(chunk: Chunk, world: World, precision: torch.dtype | None) -> None:
     if mesh is not None:
         rounded = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32 if precision else None, cast_forward_inputs=False)
         for part in sub_layers:
-            norms = [norm for norm in part.children() if isinstance(norm, RMSNorm)] if precision else []
-            groups += [fully_shard(norm, mesh=mesh) for norm in norms]
+            unrounded = [inner for inner in part.modules() if isinstance(inner, RMSNorm) or getattr(inner, "exact", False)]
+            groups += [fully_shard(inner, mesh=mesh) for inner in (unrounded if precision else ())]
             groups.append(fully_shard(part, mesh=mesh, mp_policy=rounded))
     elsewhere = {parameter for part in sub_layers for parameter in part.parameters()} if mesh is None else None
     tokens = _copies_and_shards(world.tokens, "copies", "shards")

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from depthroute.common.errors import RequestError
 from depthroute.model import ModelConfig
-from depthroute.model.attention import SubLayerOutput
 from depthroute.model.layers import Layer
+from depthroute.model.sublayer import SubLayerOutput
 from depthroute.residual import Inputs, RMSNorm, RoleInputs
 
 TOKENS = 1  # the dimension of [B, T, D] that is shared outside of sub-layers
@@ -33,7 +33,8 @@ def check_tensor(config: ModelConfig, processes: int) -> None:
     """Refuse a model that `processes` cannot share; nothing is allocated.
 
     Raises:
-        RequestError: heads, MLP columns or the context do not divide, or the residual method looks inside sub-layers or across tokens.
+        RequestError: heads, MLP columns or the context do not divide, sub-layers are no softmax attention or dense MLP, or the residual
+            method looks inside sub-layers or across tokens.
     """
     sizes = {"heads": config.heads, "key_value_heads": config.resolved_key_value_heads}
     for name, value in (sizes | {"mlp_width": config.mlp_width, "context": config.context}).items():
@@ -41,6 +42,16 @@ def check_tensor(config: ModelConfig, processes: int) -> None:
             raise RequestError(f"model.{name} = {value} cannot be shared by {processes} processes; it takes a multiple of {processes}.")
     if processes == 1:
         return
+    for layer in range(config.layers):
+        if config.mixer(layer) != "softmax":
+            raise RequestError(
+                f"layer {layer} of model.mixers is {config.mixer(layer)!r}, and tensor parallelism shares 'softmax' attention alone; "
+                "leave tp out and use fsdp or pp."
+            )
+        if config.has_experts(layer):
+            raise RequestError(
+                f"layer {layer} has model.experts, and tensor parallelism shares dense MLPs alone; leave tp out and use fsdp or pp."
+            )
     with torch.device("meta"):
         residual = config.residual.module(config.body)
     if residual.looks_inside or not residual.per_token:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from depthroute.common.errors import RequestError
-from depthroute.recipes.models import Recipe, run_of
+from depthroute.recipes.base import Recipe, run_of
 from depthroute.study.plan import Arm
 from depthroute.train import RunConfig
 
@@ -22,6 +22,7 @@ def run_in(
     residual: str,
     *,
     vocabulary: int | None = None,
+    end: int | None = None,
     settings: Mapping[str, Any] | None = None,
     shares: Iterable[float] = SHARES,
 ) -> RunConfig:
@@ -32,6 +33,7 @@ def run_in(
     Args:
         residual: a specification, `block` or `rd,layers_per_block=2`; the recipe says what it starts from.
         vocabulary: that of the data's tokenizer; None is the recipe's.
+        end: the token behind each of the data's documents, for recipes that mask documents; None is the recipe's.
         settings: dotted changes, applied after everything else.
 
     Raises:
@@ -42,7 +44,7 @@ def run_in(
     if "model.residual" in settings:
         raise RequestError("model.residual cannot be set for a whole study, whose arms differ in it; set one of its fields.")
     open_end = dataclasses.replace(made, train=dataclasses.replace(made.train, milestones=()))
-    run = run_of(open_end, data, vocabulary=vocabulary, residual=residual, settings=settings)
+    run = run_of(open_end, data, vocabulary=vocabulary, end=end, residual=residual, settings=settings)
     if "train.milestones" in settings:
         return run
     return dataclasses.replace(run, train=dataclasses.replace(run.train, milestones=milestones_at(run.train.steps, shares)))

@@ -80,6 +80,7 @@ def attnres_ablations(
     *,
     form: Form = "small",
     vocabulary: int | None = None,
+    end: int | None = None,
     seeds: tuple[int, ...] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> Study:
@@ -91,6 +92,7 @@ def attnres_ablations(
         data: folder of the token shards.
         form: "paper" is the 16 layers, width 1,168 and 87.9 billion tokens of the paper; "small" the same arms 64 wide.
         vocabulary: of the data's tokenizer; None is 163,840 ("paper") or 2,048 ("small").
+        end: the token behind each of the data's documents, for recipes that mask documents; None is the recipe's.
         seeds: () is the form's own.
         settings: dotted changes applied to every arm.
 
@@ -101,7 +103,7 @@ def attnres_ablations(
     arms = {
         name: Arm(
             label=label,
-            config=run_in(made, data, specification, vocabulary=vocabulary, settings=settings),
+            config=run_in(made, data, specification, vocabulary=vocabulary, end=end, settings=settings),
             paper=Reference(value=loss, source=f"{PAPER}, Table 4"),
         )
         for name, label, specification, loss in ABLATIONS
@@ -118,6 +120,7 @@ def attnres_block_size(
     *,
     form: Form = "small",
     vocabulary: int | None = None,
+    end: int | None = None,
     seeds: tuple[int, ...] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> Study:
@@ -130,6 +133,7 @@ def attnres_block_size(
         data: folder of the token shards.
         form: as in `attnres_ablations`, whose body this is.
         vocabulary: of the data's tokenizer; None is the form's.
+        end: the token behind each of the data's documents, for recipes that mask documents; None is the recipe's.
         seeds: () is the form's own.
         settings: dotted changes applied to every arm.
 
@@ -141,7 +145,7 @@ def attnres_block_size(
     def arm(label: str, specification: str, loss: float, size: int | None = None, of: tuple[int, ...] | None = None) -> Arm:
         return Arm(
             label=label,
-            config=run_in(made, data, specification, vocabulary=vocabulary, settings=settings),
+            config=run_in(made, data, specification, vocabulary=vocabulary, end=end, settings=settings),
             factors={} if size is None else {"sublayers_per_block": size},
             seeds=of,
             paper=Reference(value=loss, source=f"{PAPER}, Figure 6"),

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from depthroute.cost.flops import core_flops
 from depthroute.model import ModelConfig
+from depthroute.recipes.base import Recipe
 from depthroute.recipes.forms import Form
-from depthroute.recipes.models import Recipe
 from depthroute.residual import AttnResConfig, ResidualConfig
 from depthroute.train import TrainConfig
 

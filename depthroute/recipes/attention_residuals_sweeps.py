@@ -67,6 +67,7 @@ def attnres_scaling(
     *,
     form: Form = "small",
     vocabulary: int | None = None,
+    end: int | None = None,
     seeds: tuple[int, ...] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> Study:
@@ -79,6 +80,7 @@ def attnres_scaling(
         data: folder of the token shards.
         form: "paper" is 194M to 528M active parameters and 38.7 to 119 billion tokens; "small" 0.2M to 1.6M parameters.
         vocabulary: of the data's tokenizer; None is the form's.
+        end: the token behind each of the data's documents, for recipes that mask documents; None is the recipe's.
         seeds: () is the recipe's own.
         settings: dotted changes applied to every arm of every size.
 
@@ -93,7 +95,7 @@ def attnres_scaling(
         for method, label, specification in METHODS:
             arms[f"{method}-{size.lower()}"] = Arm(
                 label=f"{label}, {scale}",
-                config=run_in(made, data, specification, vocabulary=vocabulary, settings=settings),
+                config=run_in(made, data, specification, vocabulary=vocabulary, end=end, settings=settings),
                 scale=scale,
                 factors={"method": method},
                 paper=Reference(value=getattr(row, method), source=f"{PAPER}, Table 2"),
@@ -115,6 +117,7 @@ def attnres_architecture(
     *,
     form: Form = "small",
     vocabulary: int | None = None,
+    end: int | None = None,
     seeds: tuple[int, ...] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> Study:
@@ -133,6 +136,7 @@ def attnres_architecture(
         data: folder of the token shards.
         form: "paper" is 230M active parameters and 6.5e19 FLOPs; "small" 0.8M parameters on two tokens each.
         vocabulary: of the data's tokenizer; None is the form's.
+        end: the token behind each of the data's documents, for recipes that mask documents; None is the recipe's.
         seeds: () is the recipe's own.
         settings: dotted changes applied to every arm of every shape.
 
@@ -147,7 +151,7 @@ def attnres_architecture(
             for method, label, specification in GRID_METHODS:
                 arms[_cell(method, form, row, column)] = Arm(
                     label=f"{label}, {body.layers} layers x {body.width}, {body.heads} heads",
-                    config=run_in(made, data, specification, vocabulary=vocabulary, settings=settings),
+                    config=run_in(made, data, specification, vocabulary=vocabulary, end=end, settings=settings),
                     factors={"method": method, "width_per_layer": width, "heads_per_layer": heads},
                     paper=Reference(value=FIGURE_7[method][row][column], source=f"{PAPER}, Figure 7"),
                 )

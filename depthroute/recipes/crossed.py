@@ -12,8 +12,9 @@ from typing import Any
 from depthroute.common.errors import RequestError
 from depthroute.model import ModelConfig
 from depthroute.recipes.arms import boundary, milestones_at, run_in, run_of_arm
+from depthroute.recipes.base import Recipe
 from depthroute.recipes.forms import Form
-from depthroute.recipes.models import RECIPES, Recipe
+from depthroute.recipes.models import RECIPES
 from depthroute.residual import AttnResConfig, ResidualConfig
 from depthroute.study.plan import Arm, Claim, Study
 from depthroute.train import RunConfig, TrainConfig
@@ -84,6 +85,7 @@ def crossed_study(
     *,
     form: Form = "small",
     vocabulary: int | None = None,
+    end: int | None = None,
     seeds: tuple[int, ...] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> Study:
@@ -111,10 +113,10 @@ def crossed_study(
     """
     seeds = seeds or SEEDS
     made = BODIES[form]
-    quarter = max(1, run_in(made, data, "prenorm", vocabulary=vocabulary, settings=settings).model.width // 4)
+    quarter = max(1, run_in(made, data, "prenorm", vocabulary=vocabulary, end=end, settings=settings).model.width // 4)
     arms: dict[str, Arm] = {}
     for condition, (method, (specification, label)) in product(CONDITIONS, METHODS.items()):
-        plain = run_in(made, data, specification.format(rank=quarter), vocabulary=vocabulary, settings=settings)
+        plain = run_in(made, data, specification.format(rank=quarter), vocabulary=vocabulary, end=end, settings=settings)
         run = _at(condition, plain, keep_milestones="train.milestones" in (settings or {}))
         arms[f"{method}-{condition.name}"] = Arm(
             label=f"{label}, {condition.name}", config=run, scale=condition.name, factors={"method": method, **_levels(run)}

@@ -7,21 +7,23 @@ Names of arms are shares, so that both forms have the same: `block6-d8` has bloc
 as a source. The small form keeps the paper's block sizes (12, 6 and 3 sub-layers; N = 2, 4, 8 of 24 in place of 4, 8, 16 of 48), its ranks
 as shares of the width, its MLP ratio, its QK norm and its untied head. What each arm adds in FLOPs is `depthroute.cost`'s to say.
 
-The paper trains matrices with Muon and warms down linearly; see `recipes.models` for what stands in its place.
+The paper's form has the paper's training (`recipes.models`). The small one has AdamW on every matrix, a cosine, and documents that see each
+other; with the paper's training it is a study of its own, `recipes.low_rank_recipe`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from depthroute.model import ModelConfig
 from depthroute.recipes.arms import boundary, run_in
+from depthroute.recipes.base import Recipe
 from depthroute.recipes.forms import Form
-from depthroute.recipes.models import RECIPES, Recipe
+from depthroute.recipes.models import RECIPES
 from depthroute.residual import AttnResConfig, ResidualConfig
 from depthroute.study.plan import Arm, Claim, Reference, Study
 from depthroute.train import RunConfig, TrainConfig
@@ -54,6 +56,11 @@ SMALL = Recipe(
     residual="low-rank",
 )  # fmt: skip
 BODIES: dict[Form, Recipe] = {"small": SMALL, "paper": RECIPES["lr-0.5b"]}
+
+
+def with_adamw(made: Recipe) -> Recipe:
+    """The recipe with AdamW in place of its groups of parameters, at the rate of its Adam, with a decay of 0.1 on matrices."""
+    return replace(made, train=replace(made.train, groups=(), weight_decay=0.1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +101,7 @@ def low_rank_sweep(
     *,
     form: Form = "small",
     vocabulary: int | None = None,
+    end: int | None = None,
     seeds: tuple[int, ...] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> Study:
@@ -103,6 +111,7 @@ def low_rank_sweep(
         data: folder of the token shards.
         form: "paper" is the 0.5B model on 10B tokens; "small" the same grid on 12 layers x 64 for two cores.
         vocabulary: of the data's tokenizer; None is 100,277 ("paper") or 2,048 ("small").
+        end: the token behind each of the data's documents, for recipes that mask documents; None is the recipe's.
         seeds: of the repeated pair; () is 1, 2, 3. Every other arm has the first.
         settings: dotted changes applied to every arm.
 
@@ -111,7 +120,7 @@ def low_rank_sweep(
     """
     seeds = seeds or SEEDS
     made = BODIES[form]
-    base = run_in(made, data, "prenorm", vocabulary=vocabulary, settings=settings)
+    base = run_in(made, data, "prenorm", vocabulary=vocabulary, end=end, settings=settings)
     width, sublayers = base.model.width, 2 * base.model.layers
     arms = {"prenorm": Arm(label="PreNorm", config=base, seeds=seeds[:1], paper=_printed(BASELINE, "Table 5"))}
     for row in ROWS:
@@ -119,7 +128,7 @@ def low_rank_sweep(
         replicated = row.name in REPLICATED
         arms[row.name] = Arm(
             label=_label(row, rank, blocks),
-            config=run_in(made, data, _specification(row, rank, blocks), vocabulary=vocabulary, settings=settings),
+            config=run_in(made, data, _specification(row, rank, blocks), vocabulary=vocabulary, end=end, settings=settings),
             factors={"rank": rank, "blocks": blocks, "keys": row.keys},
             seeds=None if replicated else seeds[:1],
             paper=_printed(row.loss, "section 4.4, mean of three seeds" if replicated else "Table 5"),
@@ -167,7 +176,8 @@ def _pairs() -> Iterator[tuple[str, str]]:
 
 def _claims(run: RunConfig, seeds: int) -> tuple[Claim, ...]:
     """What the paper says in words. The first is about the repeated pair; one pair gives the others a direction and no interval."""
-    several, one = boundary(run, seeds, "AdamW on every matrix"), boundary(run, 1, "AdamW on every matrix")
+    optimiser = "Muon on matrices" if run.train.groups else "AdamW on every matrix"
+    several, one = boundary(run, seeds, optimiser), boundary(run, 1, optimiser)
 
     def claim(kind: Any, arm: str, parent: str, text: str, effect: float, where: str) -> Claim:
         both = arm in REPLICATED and parent in REPLICATED

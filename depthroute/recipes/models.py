@@ -5,34 +5,15 @@ A recipe is a function from a residual method to a run; `RECIPES` names them. Th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
-from depthroute.common.config import override
 from depthroute.common.errors import RequestError, choose
 from depthroute.model import ModelConfig
-from depthroute.residual import AttnResConfig, PreNormConfig, ResidualConfig, parse_residual
-from depthroute.train import RunConfig, TrainConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """A model shape, how its paper trains it, and the AttnRes settings that its paper uses.
-
-    `attnres` is what short residual specifications start from; `residual` is the paper's own method.
-    """
-
-    description: str
-    model: Callable[[ResidualConfig], ModelConfig]
-    train: TrainConfig
-    attnres: AttnResConfig
-    residual: str
-
-    def resolve(self, residual: str | None = None) -> ModelConfig:
-        """The shape with a residual method (`block:8`, `rd`, ...), or with the paper's own."""
-        return self.model(parse_residual(residual or self.residual, self.attnres))
+from depthroute.recipes import kimi
+from depthroute.recipes.base import Recipe
+from depthroute.residual import AttnResConfig, ResidualConfig
+from depthroute.train import TrainConfig
+from depthroute.train.config import ParameterGroup
 
 
 def role_decoupled_s(residual: ResidualConfig) -> ModelConfig:
@@ -50,12 +31,12 @@ def role_decoupled_m(residual: ResidualConfig) -> ModelConfig:
 
 
 def _low_rank_shape(width: int, layers: int, heads: int, mlp_width: int) -> Callable[[ResidualConfig], ModelConfig]:
-    """A shape of the Low-Rank paper (sections 4.1 and 4.5): QK-norm, untied head, the cl100k vocabulary."""
+    """A shape of the Low-Rank paper (sections 4.1 and 4.5): QK-norm, untied head, masked documents, the cl100k vocabulary and its end."""
 
     def shape(residual: ResidualConfig) -> ModelConfig:
         return ModelConfig(
             vocabulary=100_277, width=width, layers=layers, heads=heads, mlp_width=mlp_width, context=2_048, rope_base=500_000.0,
-            qk_norm=True, tied_embeddings=False, residual=residual,
+            qk_norm=True, tied_embeddings=False, document_end=100_257, residual=residual,
         )  # fmt: skip
 
     return shape
@@ -79,11 +60,25 @@ def _role_decoupled_training(learning_rate: float, microbatch: int) -> TrainConf
     )  # fmt: skip
 
 
+# Muon's learning rate is 1e-3 and Adam's 3e-4. Muon has the matrices of attention and MLPs; embedding, head, norms and routes are Adam's.
+# The paper does not say how its Muon scales an update. Here that is as in Moonlight, so that a rate moves a matrix about as far as AdamW
+# would; with the scale that Muon came with, 1e-3 moves a matrix of 1,024 by 1,024 a sixth as far.
+MUON_RATE = 1e-3 / 3e-4
+LOW_RANK_GROUPS = (
+    ParameterGroup(
+        parameters="layers[.][0-9]+[.](attention|mlp)[.](query|key|value|output|gate|up|down)[.]weight", optimiser="muon", rate=MUON_RATE,
+        weight_decay=0.1,
+    ),
+    ParameterGroup(parameters=".*", weight_decay=0.0),
+)  # fmt: skip
+
+
 def _low_rank_training(tokens: float) -> TrainConfig:
-    """262,144 tokens a step, z-loss 1e-5, clip 1.0. AdamW at the paper's Adam rate stands where the paper uses Muon on matrices."""
+    """Section 4.1: 262,144 tokens a step, Muon and Adam (`LOW_RANK_GROUPS`), 2,000 steps of warm-up, a linear fall over the last fifth."""
     steps = round(tokens / 262_144)
     return TrainConfig(
-        steps=steps, sequences=128, microbatch=2, learning_rate=3e-4, warmup_fraction=2_000 / steps, z_loss=1e-5, gradient_clip=1.0,
+        steps=steps, sequences=128, microbatch=2, learning_rate=3e-4, betas=(0.9, 0.95), momentum=0.95, groups=LOW_RANK_GROUPS,
+        schedule="wsd", warmup_fraction=2_000 / steps, decay_fraction=0.2, final_fraction=0.0, z_loss=1e-5, gradient_clip=1.0,
         evaluation_tokens=100_000_000,
     )  # fmt: skip
 
@@ -128,6 +123,9 @@ RECIPES: dict[str, Recipe] = {
     "lr-0.5b": _low_rank("0.5B", 1_024, 24, 16, 2_816, 128, 10e9),
     "lr-1b": _low_rank("1B", 1_536, 24, 24, 4_224, 384, 20e9),
     "lr-4b": _low_rank("4B", 2_560, 44, 40, 7_040, 640, 20e9),
+    **{f"kimi-{size.lower()}": kimi.size_recipe(size) for size in kimi.SIZES},
+    "kimi-48b": kimi.RECIPE_48B,
+    "kimi-small": kimi.SMALL,
 }
 
 
@@ -136,17 +134,3 @@ def recipe(name: str) -> Recipe:
     if name not in RECIPES:
         raise RequestError(choose("recipe", name, RECIPES))
     return RECIPES[name]
-
-
-def run_of(
-    recipe: Recipe, data: Path, *, vocabulary: int | None = None, residual: str | None = None, settings: Mapping[str, Any] | None = None
-) -> RunConfig:
-    """The run of a recipe on data.
-
-    `vocabulary` is that of the data's tokenizer; None is the recipe's. `residual` is a specification; None is the recipe's method.
-    `settings` are dotted changes (`{"train.steps": "100"}`), checked together with everything else.
-    """
-    plain = RunConfig(model=recipe.model(PreNormConfig()), train=recipe.train, data=str(data))
-    method = parse_residual(residual or recipe.residual, recipe.attnres)
-    changes = {"model.residual": method, "model.vocabulary": vocabulary or plain.model.vocabulary, **(settings or {})}
-    return override(plain, changes)

@@ -22,8 +22,8 @@ from depthroute.data.manifest import MANIFEST
 from depthroute.data.multi_hop import ANSWERS
 from depthroute.model import ModelConfig
 from depthroute.recipes.arms import boundary, run_in
+from depthroute.recipes.base import Recipe
 from depthroute.recipes.forms import Form
-from depthroute.recipes.models import Recipe
 from depthroute.residual import AttnResConfig, ResidualConfig
 from depthroute.study.plan import Arm, Claim, Study
 from depthroute.train import RunConfig, TrainConfig
@@ -106,6 +106,7 @@ def multi_hop_study(
     *,
     form: Form = "small",
     vocabulary: int | None = None,
+    end: int | None = None,
     seeds: tuple[int, ...] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> Study:
@@ -117,6 +118,7 @@ def multi_hop_study(
         data: folder of the token shards, made from the source "multi-hop"; where it is not there yet, the form's corpus is meant.
         form: "small" is for two cores; "paper" is the same study large, for a GPU.
         vocabulary: of the data's tokenizer; None is that of the form's corpus.
+        end: the token behind each of the data's documents, for recipes that mask documents; None is the recipe's.
         seeds: () is 1, 2, 3.
         settings: dotted changes applied to every arm. `model.layers` cannot be one: the two depths are the study. Nor can
             `model.context`: a shorter one would part questions from their facts.
@@ -133,7 +135,7 @@ def multi_hop_study(
     bodies = {scale: _body(size, layers) for scale, layers in size.layers.items()}
 
     def run(scale: str, specification: str) -> RunConfig:
-        return run_in(bodies[scale], data, specification, vocabulary=vocabulary, settings=settings, shares=SHARES)
+        return run_in(bodies[scale], data, specification, vocabulary=vocabulary, end=end, settings=settings, shares=SHARES)
 
     arms = {
         f"{method}-{scale}": Arm(

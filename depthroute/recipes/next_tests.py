@@ -36,6 +36,7 @@ def rd_horizon(
     *,
     form: Form = "small",
     vocabulary: int | None = None,
+    end: int | None = None,
     seeds: tuple[int, ...] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> Study:
@@ -59,7 +60,7 @@ def rd_horizon(
     made = replace(made, train=replace(made.train, schedule="wsd", decay_fraction=DECAY))
     arms: dict[str, Arm] = {}
     for method, label in METHODS.items():
-        plain = run_in(made, data, method, vocabulary=vocabulary, settings=settings)
+        plain = run_in(made, data, method, vocabulary=vocabulary, end=end, settings=settings)
         runs = _horizons(plain)
         for ratio, run in runs.items():
             tokens = run.train.steps * run.tokens_per_step
@@ -84,6 +85,7 @@ def rd_block_size(
     *,
     form: Form = "small",
     vocabulary: int | None = None,
+    end: int | None = None,
     seeds: tuple[int, ...] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> Study:
@@ -91,7 +93,7 @@ def rd_block_size(
     made = BODIES[form]["S"]
     arms: dict[str, Arm] = {}
     for blocks, (method, label) in product(BLOCKS, METHODS.items()):
-        run = run_in(made, data, f"{method},num_blocks={blocks}", vocabulary=vocabulary, settings=settings)
+        run = run_in(made, data, f"{method},num_blocks={blocks}", vocabulary=vocabulary, end=end, settings=settings)
         size = 2 * run.model.layers // blocks
         arms[f"{method}-n{blocks}"] = Arm(
             label=f"{label}, {blocks} blocks of {size} sub-layer{'s' if size > 1 else ''}",
@@ -110,6 +112,7 @@ def rd_context(
     *,
     form: Form = "small",
     vocabulary: int | None = None,
+    end: int | None = None,
     seeds: tuple[int, ...] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> Study:
@@ -126,7 +129,7 @@ def rd_context(
     made = BODIES[form]["S"]
     arms: dict[str, Arm] = {}
     for ratio, (method, label) in product(CONTEXTS, METHODS.items()):
-        run = _with_context(run_in(made, data, method, vocabulary=vocabulary, settings=settings), ratio)
+        run = _with_context(run_in(made, data, method, vocabulary=vocabulary, end=end, settings=settings), ratio)
         arms[f"{method}-{ratio:g}x"] = Arm(
             label=f"{label}, context {run.model.context:,}",
             config=run,
@@ -146,6 +149,7 @@ def rd_route_rate(
     *,
     form: Form = "small",
     vocabulary: int | None = None,
+    end: int | None = None,
     seeds: tuple[int, ...] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> Study:
@@ -158,7 +162,7 @@ def rd_route_rate(
         words[condition] = f"at {scale} with routes at {rate} times the rate" if rate > 1 else f"at {scale} with routes at the body's rate"
         arms[f"{method}-{condition}"] = Arm(
             label=f"{label}, routes x {rate}, {scale}",
-            config=run_in(made, data, method, vocabulary=vocabulary, settings=rated),
+            config=run_in(made, data, method, vocabulary=vocabulary, end=end, settings=rated),
             scale=scale,
             factors={"method": method, "route_rate": rate},
         )

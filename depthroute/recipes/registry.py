@@ -12,8 +12,10 @@ from depthroute.data import PrepareConfig
 from depthroute.recipes import (
     attention_residuals,
     attention_residuals_sweeps,
+    bodies,
     crossed,
     low_rank,
+    low_rank_recipe,
     multi_hop,
     next_tests,
     role_decoupled,
@@ -32,6 +34,7 @@ class BuildStudy(Protocol):
         *,
         form: Form = "small",
         vocabulary: int | None = None,
+        end: int | None = None,
         seeds: tuple[int, ...] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> Study:
@@ -40,6 +43,7 @@ class BuildStudy(Protocol):
         Args:
             data: the folder of the token shards.
             vocabulary: that of the data's tokenizer; None is the recipe's.
+            end: the token behind each of the data's documents, for recipes that mask documents; None is the recipe's.
             seeds: () is the recipe's own.
             settings: dotted changes to every arm's run (`{"train.steps": "100"}`).
         """
@@ -92,6 +96,11 @@ STUDIES: dict[str, StudyRecipe] = {
     "crossed": StudyRecipe(
         description="which of learning rates, head width and length decides between Block, low-rank keys and RD",
         build=crossed.crossed_study,
+    ),
+    "bodies": StudyRecipe(description="Block AttnRes in a dense body and in a Kimi body of experts", build=bodies.bodies_study),
+    "low-rank-recipe": StudyRecipe(
+        description="Low-Rank paper: PreNorm, Block and low-rank keys with its own optimisers and with AdamW",
+        build=low_rank_recipe.low_rank_recipe_study,
     ),
 }
 

@@ -17,8 +17,9 @@ from typing import Any
 
 from depthroute.model import ModelConfig
 from depthroute.recipes.arms import boundary, run_in
+from depthroute.recipes.base import Recipe
 from depthroute.recipes.forms import Form
-from depthroute.recipes.models import RECIPES, Recipe
+from depthroute.recipes.models import RECIPES
 from depthroute.residual import AttnResConfig, ResidualConfig
 from depthroute.study.plan import Arm, Claim, Reference, Study
 from depthroute.train import RunConfig, TrainConfig
@@ -117,6 +118,7 @@ def role_decoupled_study(
     *,
     form: Form = "small",
     vocabulary: int | None = None,
+    end: int | None = None,
     seeds: tuple[int, ...] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> Study:
@@ -126,6 +128,7 @@ def role_decoupled_study(
         data: folder of the token shards.
         form: "paper" is the paper's scales, tokens and seeds; "small" the same arms for two cores, with 6 seeds.
         vocabulary: of the data's tokenizer; None is 32,768 ("paper") or 2,048 ("small").
+        end: the token behind each of the data's documents, for recipes that mask documents; None is the recipe's.
         seeds: () is the form's own. The arms that are read directly take the first three.
         settings: dotted changes applied to every arm.
 
@@ -135,14 +138,16 @@ def role_decoupled_study(
     seeds = seeds or (SEEDS if form == "paper" else SMALL_SEEDS)
     crossed = seeds[:CROSSED_SEEDS]
     arms: dict[str, Arm] = {}
-    plain = {scale: run_in(made, data, "prenorm", vocabulary=vocabulary, settings=settings) for scale, made in BODIES[form].items()}
+    plain = {
+        scale: run_in(made, data, "prenorm", vocabulary=vocabulary, end=end, settings=settings) for scale, made in BODIES[form].items()
+    }
     for scale, made in BODIES[form].items():
         printed = PRINTED[scale]
         losses = {"block": printed.block, "rd": printed.rd}
         for method, specification, label in METHODS:
             arms[f"{method}-{scale.lower()}"] = Arm(
                 label=f"{label}, {scale}",
-                config=run_in(made, data, specification, vocabulary=vocabulary, settings=settings),
+                config=run_in(made, data, specification, vocabulary=vocabulary, end=end, settings=settings),
                 scale=scale,
                 factors={"method": method},
                 seeds=crossed if method.endswith("-direct") else None,

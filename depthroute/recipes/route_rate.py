@@ -14,7 +14,7 @@ from typing import Any
 
 from depthroute.recipes.arms import boundary, run_in
 from depthroute.recipes.forms import Form
-from depthroute.recipes.low_rank import BODIES
+from depthroute.recipes.low_rank import BODIES, with_adamw
 from depthroute.study.plan import Arm, Claim, Study
 
 SEEDS = (1, 2, 3)
@@ -27,6 +27,7 @@ def route_rate_study(
     *,
     form: Form = "small",
     vocabulary: int | None = None,
+    end: int | None = None,
     seeds: tuple[int, ...] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> Study:
@@ -34,8 +35,9 @@ def route_rate_study(
 
     Args:
         data: folder of the token shards.
-        form: "paper" is the Low-Rank paper's 0.5B model on 10B tokens; "small" the same grid on 12 layers x 64 for two cores.
+        form: "paper" is the Low-Rank paper's 0.5B model on 10B tokens, with AdamW; "small" the same grid on 12 layers x 64 for two cores.
         vocabulary: of the data's tokenizer; None is 100,277 ("paper") or 2,048 ("small").
+        end: the token behind each of the data's documents, for recipes that mask documents; None is the recipe's.
         seeds: () is 1, 2, 3.
         settings: dotted changes applied to every arm.
 
@@ -43,10 +45,10 @@ def route_rate_study(
         RequestError: a setting that is not one.
     """
     seeds = seeds or SEEDS
-    made = BODIES[form]
-    base = run_in(made, data, "prenorm", vocabulary=vocabulary, settings=settings)
+    made = with_adamw(BODIES[form])
+    base = run_in(made, data, "prenorm", vocabulary=vocabulary, end=end, settings=settings)
     width, blocks = base.model.width, 2 * base.model.layers // 6
-    block = run_in(made, data, f"block,num_blocks={blocks},key_gain=true", vocabulary=vocabulary, settings=settings)
+    block = run_in(made, data, f"block,num_blocks={blocks},key_gain=true", vocabulary=vocabulary, end=end, settings=settings)
     arms = {"prenorm": Arm(label="PreNorm", config=base), "block": Arm(label="Block AttnRes", config=block)}
     for part in PARTS:
         for rate in PARTS:
@@ -55,7 +57,7 @@ def route_rate_study(
             specification = f"low-rank,num_blocks={blocks},rank={rank}"
             arms[f"d{part}-x{rate}"] = Arm(
                 label=f"rank {rank}, routes x {rate}",
-                config=run_in(made, data, specification, vocabulary=vocabulary, settings=rated),
+                config=run_in(made, data, specification, vocabulary=vocabulary, end=end, settings=rated),
                 factors={"rank": rank, "route_rate": rate},
             )
     stop = boundary(base, len(seeds), "AdamW")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from depthroute.common.errors import RequestError, choose
 from depthroute.recipes.arms import boundary
-from depthroute.recipes.models import Recipe
+from depthroute.recipes.base import Recipe
 from depthroute.residual import SPECIFICATIONS, AttnResConfig, parse_residual
 from depthroute.study.plan import Arm, Claim, Study
 from depthroute.train import RunConfig

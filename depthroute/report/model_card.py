@@ -10,6 +10,7 @@ from typing import Any
 
 from depthroute import __version__
 from depthroute.common.files import read_json, read_json_lines
+from depthroute.cost.summary import body_facts
 from depthroute.model import ModelConfig
 from depthroute.residual import SPECIFICATIONS, AttnResConfig, Method, ResidualConfig
 from depthroute.residual.bank import BLOCK_FIELDS
@@ -77,7 +78,10 @@ def _front_matter(method: Method | None, evaluations: list[dict[str, Any]]) -> s
 
 
 def _shape(model: ModelConfig, method: Method | None, result: dict[str, Any], adoption: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    yield "Kind", "decoder-only Transformer: RMSNorm, rotary positions, SwiGLU"
+    softmax = any(model.mixer(layer) == "softmax" for layer in range(model.layers))
+    positions = "rotary positions" if softmax else "no positions"
+    yield "Kind", f"decoder-only Transformer: RMSNorm, {positions}, {'SwiGLU' if model.activation == 'swiglu' else 'SiTU'}"
+    said = body_facts(model)
     if adoption:
         source = adoption.get("source") or {}
         yield "Made of", f"a checkpoint of {', '.join(source.get('architectures') or [str(adoption.get('layout'))])}"
@@ -86,7 +90,13 @@ def _shape(model: ModelConfig, method: Method | None, result: dict[str, Any], ad
     yield "Attention heads", f"{model.heads}" + (f", {groups} for keys and values" if groups != model.heads else "")
     if model.attention_window is not None:
         yield "Attention window", f"{model.attention_window:,} tokens"
+    if "mixers" in said:
+        yield "Token mixers", said["mixers"]
     yield "MLP width", f"{model.mlp_width:,}"
+    if "experts" in said:
+        yield "Experts", said["experts"]
+    if "documents" in said:
+        yield "Packed documents", said["documents"]
     yield "Vocabulary, context", f"{model.vocabulary:,}, {model.context:,} tokens"
     counts = result.get("parameters") or {}
     if counts:

@@ -44,7 +44,7 @@ Kept = Any  # a pytree of tensors that `values` hands to `write`
 class Projected(NamedTuple):
     """What an attention sub-layer has projected, head by head, normalised and rotated as token attention takes it."""
 
-    query: Tensor  # [B, H, T, E]
+    query: Tensor  # [B, H, T, E]; of latent attention the coordinates that a head has for itself
     key: Tensor  # [B, K, T, E]
     value: Tensor | None  # [B, K, T, E]; None where the body was built without a value projection
 
@@ -90,7 +90,7 @@ class Body:
     width: int
     layers: int
     attention_activation: int  # width of what the attention's output projection is fed
-    mlp_activation: int  # width of what the MLP's output projection is fed
+    mlp_activation: int | tuple[int, ...]  # width of what the MLP's output projection is fed, in all layers or by layer
     norms: str = "pre"  # where the body has its norms; "pre" is one before every sub-layer
 
     @property
@@ -99,7 +99,9 @@ class Body:
 
     def activation(self, site: int) -> int:
         """The width of what the sub-layer at this site feeds its output projection."""
-        return self.attention_activation if site % 2 == 0 else self.mlp_activation
+        if site % 2 == 0:
+            return self.attention_activation
+        return self.mlp_activation if isinstance(self.mlp_activation, int) else self.mlp_activation[site // 2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,13 +165,18 @@ class Residual(nn.Module, abc.ABC):
         self.reads = range(body.sublayers + 1)
 
     @property
+    def has_values(self) -> bool:
+        """Whether the method has its own `values`. Where it has not, an attention need not make the values of a token to keep them."""
+        return type(self).values is not Residual.values
+
+    @property
     def looks_inside(self) -> bool:
         """Whether the method takes something from within sub-layers: the values of `values`, or `Trace.activation`.
 
         It then needs whole sub-layers: where processes share one, each has its own heads and columns within, of all tokens. True for a
         method that has its own `values`; one that takes the activation says so itself.
         """
-        return type(self).values is not Residual.values
+        return self.has_values
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from depthroute.common.config import from_json
+from depthroute.cost.layers import attended, state_products
 from depthroute.cost.work import FORMULAS, body_work, routing_work
 from depthroute.model import ModelConfig
 from depthroute.train import RunConfig
@@ -18,9 +19,10 @@ def arm_compute(plan: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
     """By arm: `plain` and `residual`, FLOPs per trained token of the decoder without its residual method and of what that adds, and
     `tokens`, how many it trains on. `statistics.json` holds this, so that a report needs no model.
 
-    `plain` counts the weight matrices of all layers, the output head, and attention scores and mixing over the mean number of positions
-    that a causal mask leaves, (context + 1) / 2. Norms, softmaxes and the embedding's look-up are not counted. `residual` is counted as in
-    Low-Rank Attention Residuals, Appendix F, and is None for a method that has no formula.
+    `plain` counts the weights of all layers, of experts those that a token goes through, the output head, attention scores and mixing over
+    the mean number of positions that a causal mask leaves, (context + 1) / 2, and the states of KDA in chunks. Norms, softmaxes and the
+    embedding's look-up are not counted, nor is it subtracted what a mask between documents leaves out. `residual` is counted as in Low-Rank
+    Attention Residuals, Appendix F, and is None for a method that has no formula.
     """
     found: dict[str, dict[str, float | None]] = {}
     for arm in plan["arms"]:
@@ -31,8 +33,9 @@ def arm_compute(plan: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
 
 def token_compute(model: ModelConfig) -> dict[str, float | None]:
     """`plain` and `residual` of one shape, FLOPs of forward and backward per token."""
-    attended = 2 * model.layers * model.heads * model.resolved_head_width
-    plain = body_work(model) + model.vocabulary * model.width + attended * (model.context + 1) / 2
+    pairs = sum(attended(model, layer) for layer in range(model.layers))
+    states = sum(state_products(model, layer, chunked=True) for layer in range(model.layers))
+    plain = body_work(model) + states + model.vocabulary * model.width + pairs * (model.context + 1) / 2
     residual = routing_work(model).total if type(model.residual) in FORMULAS else None
     each = OPERATIONS * PASSES
     return {"plain": each * plain, "residual": None if residual is None else float(each * residual)}

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from depthroute.common.config import from_json
 from depthroute.common.errors import RequestError
 from depthroute.common.files import read_json
+from depthroute.cost.work import body_work
 from depthroute.study.plan import Cell, cells, read_plan, run_folder
 from depthroute.train import RunConfig, branch_step
 
@@ -257,10 +258,9 @@ def _study_seconds_left(
 
 
 def _multiplications(config: Mapping[str, Any]) -> float:
-    """Multiplications of one step up to a constant: the matrices of the body and of the head, without attention over the context."""
-    model = config["model"]
-    body = model["layers"] * model["width"] * (4 * model["width"] + 3 * model["mlp_width"])
-    return float(config["train"]["sequences"] * model["context"] * (body + model["vocabulary"] * model["width"]))
+    """Multiplications of one step up to a constant: the weights of the body and of the head, without attention over the context."""
+    run = from_json(RunConfig, config)
+    return float(run.tokens_per_step * (body_work(run.model) + run.model.vocabulary * run.model.width))
 
 
 def _statistics(directory: Path) -> tuple[dict[Cell, str], dict[Cell, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -16,6 +17,35 @@ OptimiserName = Literal["adamw", "muon"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """Parameters that are optimised alike.
+
+    Attributes:
+        parameters: A regular expression that a name matches as a whole, such as "layers[.].*[.]mlp[.].*".
+        optimiser: "adamw", or "muon" for matrices of linear maps inside the layers, those of experts too.
+        rate: What the learning rate is multiplied by, and with it the weight decay.
+        weight_decay: None is that of the run. It applies to what that one does: to matrices only, never to route queries or gains.
+    """
+
+    parameters: str
+    optimiser: OptimiserName = "adamw"
+    rate: float = 1.0
+    weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        named = f"groups: of {self.parameters!r},"
+        try:
+            re.compile(self.parameters)
+        except re.error as error:
+            raise RequestError(f"train.{named} parameters is no regular expression: {error}.") from error
+        if self.optimiser not in get_args(OptimiserName):
+            raise RequestError(f"train.{named} optimiser: {choose('value', str(self.optimiser), get_args(OptimiserName))}")
+        _number(f"{named} rate", self.rate, self.rate > 0, "above 0")
+        if self.weight_decay is not None:
+            _number(f"{named} weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or above, or none")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How a model is trained. The defaults are the recipe of the Role-Decoupled paper (Section 4).
 
@@ -26,11 +56,14 @@ class TrainConfig:
         learning_rate: The peak.
         route_rate: What the learning rate of the residual method's parameters is multiplied by, and with it their weight decay, which
             AdamW multiplies by the learning rate. Methods without parameters are the same at any value.
-        optimiser: "adamw", or "muon": Muon for the matrices of the projections in the layers, and AdamW for everything else: embedding,
-            head, norms, biases, and all of the residual method.
+        optimiser: "adamw", or "muon": Muon for the matrices of the projections and experts in the layers, and AdamW for everything else:
+            embedding, head, norms, biases, routers, convolutions, and all of the residual method.
         matrix_rate: What the learning rate of Muon's matrices is multiplied by, and with it their weight decay. Muon's update is scaled to
             the size of AdamW's, so 1 is the usual value. With "adamw" there are no such matrices, and it must be 1.
-        momentum: Muon's. With "adamw" it must be left as it is.
+        momentum: Muon's. Where nothing is Muon's it must be left as it is.
+        groups: Groups of parameters with an optimiser, a rate and a weight decay each. A parameter is in the first whose expression matches
+            its name; each must be in one, and each group must have one. They say what `optimiser`, `matrix_rate` and `route_rate` say
+            otherwise, which are then left at their defaults. Empty: the groups that those three make.
         betas, eps: AdamW's.
         weight_decay: Of AdamW and Muon. It applies to matrices only, never to route queries or gains.
         schedule: What the learning rate does after the warm-up (`depthroute.train.schedule` has the formulas). "cosine" falls from there to
@@ -62,6 +95,7 @@ class TrainConfig:
     optimiser: OptimiserName = "adamw"
     matrix_rate: float = 1.0
     momentum: float = 0.95
+    groups: tuple[ParameterGroup, ...] = ()
     microbatch: int | None = None
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -112,6 +146,7 @@ class TrainConfig:
         for field, literal in choices.items():
             if getattr(self, field) not in get_args(literal):
                 raise RequestError(f"train.{field}: {choose('value', str(getattr(self, field)), get_args(literal))}")
+        self._check_groups()
         self._check_muon()
         self._check_schedule()
         self._check_steps("milestones", self.milestones, "evaluate at the end only")
@@ -130,12 +165,24 @@ class TrainConfig:
         """Steps in which the learning rate falls: with "cosine" all after the warm-up."""
         return self.steps - self.steps_of_warmup if self.decay_fraction is None else round(self.decay_fraction * self.steps)
 
+    def _check_groups(self) -> None:
+        for name, default in (("optimiser", "adamw"), ("matrix_rate", 1.0), ("route_rate", 1.0)):
+            if self.groups and getattr(self, name) != default:
+                raise RequestError(
+                    f"train.{name} = {getattr(self, name)!r} does not go with train.groups, of which each has its own optimiser and rate: "
+                    f"leave it at {default}, or set train.groups=[]."
+                )
+
     def _check_muon(self) -> None:
+        if any(group.optimiser == "muon" for group in self.groups):
+            return
+        has_none, instead = f"train.optimiser = {self.optimiser!r} has none", "set train.optimiser=muon"
+        if self.groups:
+            has_none, instead = "no group of train.groups is Muon's", "give it a group"
         for name, value, default in (("matrix_rate", self.matrix_rate, 1.0), ("momentum", self.momentum, 0.95)):
             if self.optimiser != "muon" and value != default:
                 raise RequestError(
-                    f"train.{name} = {value!r} is of Muon's matrices, and train.optimiser = {self.optimiser!r} has none: leave it at "
-                    f"{default:g}, or set train.optimiser=muon."
+                    f"train.{name} = {value!r} is of Muon's matrices, and {has_none}: leave it at {default:g}, or {instead}."
                 )
 
     def _check_schedule(self) -> None:

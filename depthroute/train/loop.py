@@ -22,6 +22,7 @@ from depthroute.common.config import to_json
 from depthroute.common.errors import FailureError, RequestError
 from depthroute.common.files import read_json
 from depthroute.data import BatchOrder, TokenDataset, evaluation_windows
+from depthroute.model import Decoder
 from depthroute.parallel.layout import Layout
 from depthroute.parallel.world import first, joined, started
 from depthroute.train import checkpoint
@@ -33,7 +34,7 @@ from depthroute.train.evaluation import Evaluation, evaluate
 from depthroute.train.interruption import Interruption
 from depthroute.train.on_many import OnMany
 from depthroute.train.on_one import OnOne
-from depthroute.train.optimiser import set_learning_rate
+from depthroute.train.optimiser import check_groups, set_learning_rate
 from depthroute.train.run_data import TOKENIZER, check_tokenizer, named_data
 from depthroute.train.run_folder import RunFolder, recorded_config, recorded_result, refuse_other_configuration
 from depthroute.train.schedule import learning_rate
@@ -77,6 +78,9 @@ def train(
     config = for_data(config, data)
     if recorded is not None and (directory / TOKENIZER).exists():
         check_tokenizer(directory, data)
+    if config.train.groups:  # now: a folder that is this run's would keep groups that do not fit
+        with torch.device("meta"):
+            check_groups(Decoder(config.model), config.train)
     folder = RunFolder(directory, writes=first())
     if config.train.device == "cpu":
         keep_freed_memory()
@@ -213,6 +217,7 @@ class _Run:
             self._refuse_step(loss, gradient_norm)
         if settings.gradient_clip is not None and gradient_norm > settings.gradient_clip:
             self.workers.clip(settings.gradient_clip, gradient_norm)
+        loads = self.workers.balance()  # before the optimiser, which has no part in it: a GPU has counted and need not be waited for
         rate = learning_rate(step, settings)
         set_learning_rate(self.workers.optimiser, rate)
         self.workers.optimiser.step()
@@ -222,7 +227,7 @@ class _Run:
         seconds = time.perf_counter() - started
         self.folder.add_metrics({
             "step": self.step, "tokens": self.step * self.config.tokens_per_step, "loss": loss, "learning_rate": rate,
-            "gradient_norm": gradient_norm, "seconds": seconds,
+            "gradient_norm": gradient_norm, "seconds": seconds, **loads,
         })
         console.step(self.step, loss, self.config.tokens_per_step, seconds)
         return wish
@@ -317,6 +322,11 @@ def for_data(config: RunConfig, data: TokenDataset) -> RunConfig:
         raise RequestError(
             f"model.vocabulary is {config.model.vocabulary} and the tokenizer of {config.data} has {data.vocabulary} entries; "
             "it must be at least as many."
+        )
+    if config.model.document_end not in (None, data.end):
+        raise RequestError(
+            f"model.document_end is {config.model.document_end} and the documents in {config.data} end with the token {data.end}; "
+            "set that, or none."
         )
     if config.data_fingerprint not in ("", data.fingerprint):
         raise RequestError(

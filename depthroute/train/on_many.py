@@ -22,6 +22,7 @@ from depthroute.model import Decoder
 from depthroute.parallel.network import Network
 from depthroute.parallel.world import Value, World, from_first
 from depthroute.train import sharded
+from depthroute.train.balance import balance
 from depthroute.train.config import RunConfig
 from depthroute.train.initialise import initialise
 from depthroute.train.optimiser import build_optimiser
@@ -60,6 +61,9 @@ class OnMany:
 
     def clip(self, limit: float, norm: float) -> None:
         self.network.clip(limit, norm)
+
+    def balance(self) -> dict[str, float]:
+        return balance(self.network.config, self.network.parts, distributed.all_reduce)
 
     def load(self, found: Path) -> dict[str, Any]:
         return sharded.load(

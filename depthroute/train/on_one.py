@@ -14,6 +14,7 @@ from depthroute.data import BatchOrder
 from depthroute.model import Decoder
 from depthroute.parallel.world import Value
 from depthroute.train import checkpoint
+from depthroute.train.balance import balance
 from depthroute.train.config import RunConfig
 from depthroute.train.devices import autocast
 from depthroute.train.initialise import initialise
@@ -53,6 +54,10 @@ class OnOne:
     def clip(self, limit: float, norm: float) -> None:
         """Scale gradients of this norm to `limit`."""
         clip_grads_with_norm_(self.optimiser.parameters, limit, torch.tensor(norm, device=self.config.train.device))
+
+    def balance(self) -> dict[str, float]:
+        """Move the biases of mixtures of experts by the loads of the step; what the metrics say of the loads."""
+        return balance(self.config.model, [self.network])
 
     def load(self, found: Path) -> dict[str, Any]:
         """Put a checkpoint into model and optimiser; its state."""

@@ -97,7 +97,7 @@ def literal_losses(model: Decoder, windows: list[np.ndarray], changed: Callable[
     """The decoder step by step, with every read of several sources a sum over their stack with `changed(site, role, weights)`."""
     tokens = torch.from_numpy(np.concatenate(windows))
     residual: Any = model.residual
-    memory, sight = residual.open(model.embedding(tokens[:, :-1])), model.sight(tokens.shape[1] - 1)
+    memory, sight = residual.open(model.embedding(tokens[:, :-1])), model.sight(tokens[:, :-1])
     for site, (norm, sublayer) in enumerate(
         pair for layer in model.layers for pair in ((layer.attention_norm, layer.attention), (layer.mlp_norm, layer.mlp))
     ):

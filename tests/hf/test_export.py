@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,11 @@ from depthroute.common.errors import FailureError, RequestError
 from depthroute.data import EOS, PAD, TokenDataset
 from depthroute.hf import export
 from depthroute.hf.export import export_hf
+from depthroute.model import Decoder
 from depthroute.report.model_card import method_of, model_card
 from depthroute.residual import SPECIFICATIONS, AttnResConfig, PreNormConfig
 from depthroute.train import load_trained
+from tests.bodies import BODIES
 
 PROGRAM = """
 import json, sys, warnings
@@ -222,3 +225,25 @@ def test_the_row_of_every_method_is_found() -> None:
         assert found.name == name or same[0] == same[1]
     assert method_of(AttnResConfig(block=2, sum_reads=True)) is SPECIFICATIONS["block"]
     assert method_of(PreNormConfig()) is SPECIFICATIONS["prenorm"]
+
+
+def test_a_model_of_packed_documents_is_exported_as_one_of_single_documents(decoder: Callable[..., Decoder], tmp_path: Path) -> None:
+    ours = decoder("block:2", document_end=4)
+    model = export.around(ours)
+    assert model.config.decoder_config().document_end is None and ours.config.document_end == 4
+    model.save_pretrained(tmp_path)
+    tokens = export._one_document(ours.config, torch.Generator().manual_seed(0))
+    assert 4 not in tokens and 5 in tokens
+    assert export._verified(ours, tmp_path, tokens)["logits_max_difference"] < 1e-9
+    with pytest.raises(FailureError, match="the exported logits differ"):
+        export._verified(ours, tmp_path, tokens.masked_fill(tokens == 5, 4))
+
+
+def test_a_run_that_transformers_does_not_serve_is_refused(
+    trained_run: Path, decoder: Callable[..., Decoder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, _ = load_trained(trained_run)
+    monkeypatch.setattr(export, "load_trained", lambda run: (config, decoder("block:2", **BODIES["kimi"])))
+    with pytest.raises(RequestError, match=r"model\.mixers = \['kda', 'mla'\]: a model of transformers has softmax attention"):
+        export_hf(trained_run, tmp_path / "out")
+    assert not list(tmp_path.iterdir())

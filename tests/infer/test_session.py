@@ -81,9 +81,9 @@ def test_beyond_the_context_a_token_sees_the_last_context_tokens(dtype: torch.dt
     for layer, mine in zip(long.layers, model.layers, strict=True):
         layer.attention.windowed, layer.attention.narrow = True, mine.attention.windowed  # type: ignore[union-attr]
     for row, text in enumerate(texts):
-        sight = long.sight(len(text))
+        sight = long.sight(torch.tensor([text]))
         if fields:  # two windows: hand each layer its own
-            narrow = decoder("prenorm", dtype, context=64, attention_window=3).sight(len(text)).windowed
+            narrow = decoder("prenorm", dtype, context=64, attention_window=3).sight(torch.tensor([text])).windowed
             sight = sight._replace(full=narrow)
             for layer in long.layers:
                 layer.attention.windowed = not layer.attention.narrow  # type: ignore[union-attr]
@@ -115,7 +115,7 @@ def test_nothing_is_allocated_for_a_token(dtype: torch.dtype) -> None:
     for token in range(700):
         session.step(torch.tensor([token % 40]))
         assert session._cache is not None and session._routing is not None and isinstance(session._routing[1], InPlace)
-        places.add(tuple(buffer.data_ptr() for part in session._cache._parts.values() for buffer in part.keys))
+        places.add(tuple(buffer.data_ptr() for part in session._cache._parts.values() for buffer, _ in part.buffers.values()))
         depth.add((id(session._routing[1]), session.depth_bytes))
         sizes.append(session.cache_bytes)
     assert len(places) <= 3 and len(depth) == 1

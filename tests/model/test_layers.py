@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from depthroute.model import Decoder, ModelConfig
-from depthroute.model.attention import Attention, whole_sequence
+from depthroute.model.attention import Attention
 from depthroute.model.layers import MLP
 from depthroute.model.rotary import Rotary
+from depthroute.model.sight import whole_sequence
 from depthroute.residual import RoleInputs
 from depthroute.train import initialise
 

@@ -21,6 +21,7 @@ from depthroute.ops import compiled, depth_attention, hold, registry
 from depthroute.ops.form import Form, Operands, empty_gradients
 from depthroute.residual import AttnResConfig, PreNormConfig, ResidualConfig
 from depthroute.train import initialise
+from tests.bodies import K3, KIMI
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it loads its compiler
 CONFIGS: dict[str, ResidualConfig] = {
@@ -109,6 +110,27 @@ def test_a_whole_decoder_is_one_graph(monkeypatch: pytest.MonkeyPatch, config: R
     found = step(model, torch.compile(loss, fullgraph=True, backend=counted), tokens(2, 8))
     assert counted.graphs == 1
     agree(found, step(model, loss, tokens(2, 8)))
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "kimi": KIMI, "k3": K3, "documents": {"document_end": 3, "attention_window": 4}, "kimi with documents": KIMI | {"document_end": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("compiler", "body"),
+    [
+        ("aot_eager", "kimi"),
+        *(pytest.param("aot_eager", body, marks=SLOW) for body in ("k3", "documents", "kimi with documents")),
+        pytest.param("inductor", "kimi with documents", marks=SLOW),
+    ],
+)
+def test_every_body_is_one_graph(compiler: str, body: str) -> None:
+    """Delta rules, latent attention, experts and what documents see: forward and backward."""
+    model, counted = decoder(RD, **BODIES[body]), Counted(compiler)
+    found = step(model, torch.compile(loss, fullgraph=True, backend=counted), tokens(2, 5))
+    assert counted.graphs == 1
+    agree(found, step(model, loss, tokens(2, 5)), 1e-9)
 
 
 @pytest.mark.parametrize("layers", [1, 4])

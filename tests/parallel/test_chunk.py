@@ -185,7 +185,7 @@ def test_a_stage_reads_ahead_again_for_its_own_sites() -> None:
     """What was read ahead stays behind, and is read again for those sites of the open block that the stage has."""
     decoder = Decoder(shape("block:4", layers=12))
     tokens = torch.zeros(1, 6, dtype=torch.long)
-    memory = decoder.run(decoder.residual.open(decoder.embedded(tokens)), range(9), decoder.sight(6))
+    memory = decoder.run(decoder.residual.open(decoder.embedded(tokens)), range(9), decoder.sight(tokens))
     assert memory.partial is not None and len(memory.ahead) == 2  # of sites 18 and 19: the block ends with sub-layer 20
     handed = decoder.residual.hand_over(memory)
     assert handed.ahead == ()

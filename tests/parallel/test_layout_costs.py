@@ -80,7 +80,7 @@ def agrees(world: World, layout: str, microbatch: int, config: ModelConfig, prec
     plan, mixed = parse_layout(layout), precision is not None
     found = world.run(plan.processes, step, layout, microbatch, config, precision)
     cost = layout_cost(
-        shape_of(config), Device(), plan, sequences=SEQUENCES, microbatch=microbatch, context=TOKENS, mixed=mixed, dense=True
+        shape_of(config), Device(), plan, sequences=SEQUENCES, microbatch=microbatch, context=TOKENS, mixed=mixed
     )  # fmt: skip
     for rank, (held, sent) in enumerate(found):
         stage = rank // (plan.processes // plan.pp)
@@ -138,7 +138,7 @@ def counting(backward: Callable[..., Any], stages: Sequence[ChunkStage], found: 
 def test_what_a_pipeline_has_gathered(world: World, layout: str) -> None:
     config, plan = model("block:4", qk_norm=True), parse_layout(layout)
     cost = layout_cost(
-        shape_of(config), Device(), plan, sequences=SEQUENCES, microbatch=2, context=TOKENS, mixed=True, dense=True
+        shape_of(config), Device(), plan, sequences=SEQUENCES, microbatch=2, context=TOKENS, mixed=True
     )  # fmt: skip
     for rank, found in enumerate(world.run(4, most_gathered, layout, config)):
         held = cost.held[rank // 2]
@@ -149,6 +149,6 @@ def test_untied_embeddings_and_copies(world: World) -> None:
     agrees(world, "pp:2", 2, model("full", tied_embeddings=False))
     [(held, _), _] = world.run(2, step, "ddp:2", 8, model("block:4"))
     cost = layout_cost(
-        shape_of(model("block:4")), Device(), parse_layout("ddp:2"), sequences=8, microbatch=8, context=TOKENS, mixed=False, dense=True
+        shape_of(model("block:4")), Device(), parse_layout("ddp:2"), sequences=8, microbatch=8, context=TOKENS, mixed=False
     )  # fmt: skip
     assert cost.fullest.parameters == held and cost.busiest.gradients == held  # twice a half

@@ -1,12 +1,14 @@
-"""An optimiser over shards takes the step of one process: matrices are made orthogonal whole, not shard by shard."""
+"""An optimiser over shards takes the step of one process: matrices are made orthogonal whole, not shard by shard, those of experts where
+they lie. Their routers are balanced by what all processes have seen."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -16,9 +18,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from depthroute.model import Decoder, ModelConfig
 from depthroute.residual import parse_residual
 from depthroute.train import TrainConfig
+from depthroute.train.balance import balance
 from depthroute.train.initialise import initialise
 from depthroute.train.muon import Muon, orthogonalised
 from depthroute.train.optimiser import Optimiser, build_optimiser
+from tests.bodies import BODIES
 from tests.parallel.world import World
 
 RATE = 0.02
@@ -87,6 +91,17 @@ def test_a_step_gathers_each_matrix_once(world: World) -> None:
 @pytest.mark.parametrize("style", ["columns", "rows"])
 def test_matrices_split_by_tensor_parallelism_and_shards_at_once(world: World, style: str) -> None:
     world.run(4, compare_split_twice, style)
+
+
+@pytest.mark.parametrize(("ranks", "experts"), [(2, 5), (3, 2)])
+def test_experts_in_shards_step_as_on_one_process_without_being_gathered(world: World, ranks: int, experts: int) -> None:
+    """Stacks that the ranks do not share evenly, and of which one has nothing."""
+    assert world.run(ranks, compare_experts, experts) == [0] * ranks
+
+
+def test_biases_move_by_the_loads_of_all_processes(world: World) -> None:
+    """Two stages of two copies, each of the copies in two shards or whole."""
+    world.run(4, compare_balance)
 
 
 def sharded(form: str) -> Decoder:
@@ -165,6 +180,57 @@ def collectives() -> int:
     with CommDebugMode() as counted:
         optimiser.step()
     return counted.get_total_counts()
+
+
+def mixed(experts: int, layers: int = 2) -> Decoder:
+    fields = BODIES["k3"] | {"experts": dataclasses.replace(BODIES["k3"]["experts"], number=experts, chosen=2)}
+    shape: dict[str, Any] = {"vocabulary": 11, "width": 12, "layers": layers, "heads": 2, "mlp_width": 8, "context": 8}
+    model = Decoder(ModelConfig(**shape, **fields)).double()
+    initialise(model, 0)
+    return model
+
+
+def compare_experts(experts: int) -> int:
+    """Collectives of a step of Muon over the stacks alone."""
+    plain, split = mixed(experts), mixed(experts)
+    fully_shard(split)
+    for model in (plain, split):
+        take_steps(model, build_optimiser(model, settings("muon")), range(3))
+    same(plain, split)
+    stacks = [parameter for parameter in split.parameters() if parameter.ndim == 3]
+    assert len(stacks) == 3
+    for stack in stacks:
+        stack.grad = torch.ones_like(stack)
+    with CommDebugMode() as counted:
+        Muon([{"params": stacks}], lr=RATE, weight_decay=0.5, momentum=0.9).step()
+    return counted.get_total_counts()
+
+
+def compare_balance() -> None:
+    """Layer 1 is on the ranks 0 and 1, layer 2 on 2 and 3; layer 0, which has no experts, anywhere. Rank r gives expert x of layer l
+    (r x + l) mod 4 tokens."""
+    rank, number = distributed.get_rank(), torch.arange(5.0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "shares"))["shares"]
+    plain, part = mixed(5, layers=3), mixed(5, layers=3)
+    own = 1 + rank // 2
+    part.layers[3 - own] = nn.Identity()
+    if own == 1:
+        fully_shard(part.layers[own], mesh=mesh)
+    for layer in (1, 2):
+        for one in (2 * layer - 2, 2 * layer - 1):
+            plain.experts[layer].load += (one * number + layer) % 4
+    part.experts[own].load += (rank * number + own) % 4
+    expected = balance(plain.config, [plain])
+    assert balance(part.config, [part], distributed.all_reduce) == expected and expected["expert_load_maximum"] > 1
+    bias = part.experts[own].router.bias
+    assert isinstance(bias, DTensor) == (own == 1) and bias.detach().any()
+    assert torch.equal(whole(bias), plain.experts[own].router.bias) and not part.experts[own].load.any()
+    none = mixed(5, layers=3)  # a stage without experts, where one of the others has them
+    none.layers[1] = none.layers[2] = nn.Identity()
+    part.experts[own].load.fill_(1.0)
+    both = rank == 0
+    told = balance(part.config, [part if own == 2 or both else none], distributed.all_reduce)
+    assert told == {"expert_load_maximum": 1.0, "expert_load_minimum": 1.0}
 
 
 def compare_split_twice(style: str) -> None:

@@ -145,7 +145,7 @@ def loss_of(model: Decoder, tokens: Tensor, rank: int = 0, ranks: int = 1) -> Te
     count = tokens.shape[1] - 1
     mine = slice(rank * count // ranks, (rank + 1) * count // ranks)
     inputs, targets = tokens[:, :-1][:, mine], tokens[:, 1:][:, mine]
-    hidden = model.connect(model.embedded(inputs), model.sight(count))
+    hidden = model.connect(model.embedded(inputs), model.sight(tokens[:, :-1]))
     return cross_entropy_sums(hidden.flatten(0, -2), model.head_weight, targets.flatten(), 0.0).objective
 
 

@@ -32,6 +32,7 @@ from depthroute.residual.static import StaticMixConfig
 from depthroute.residual.values import ValueResidualConfig
 from depthroute.train import initialise
 from depthroute.train.initialise import parameter_generator
+from tests.bodies import BODIES
 
 LAYERS, WIDTH, VOCABULARY = 3, 12, 17
 
@@ -130,6 +131,12 @@ def branch_config(request: pytest.FixtureRequest) -> ResidualConfig:
 @pytest.fixture(params=CONFIGS.values(), ids=CONFIGS)
 def config(request: pytest.FixtureRequest) -> ResidualConfig:
     """Every method in turn."""
+    return request.param
+
+
+@pytest.fixture(params=BODIES.values(), ids=BODIES)
+def body(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Fields of every body in turn: softmax attention and dense MLPs; those of Kimi Linear; those of Kimi K3."""
     return request.param
 
 

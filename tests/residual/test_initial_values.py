@@ -122,11 +122,14 @@ def test_layerscale_starts_lower_in_deeper_models(layers: int, expected: float) 
     ],
     ids=str,
 )
-def test_a_method_may_scale_what_its_body_starts_from(decoder: Make, config: ResidualConfig, scales: dict[str, float]) -> None:
-    """The same random numbers, times a factor by the name of the matrix."""
-    plain, found = (dict(decoder(one).named_parameters()) for one in (PreNormConfig(), config))
+def test_a_method_may_scale_what_its_body_starts_from(
+    decoder: Make, body: dict[str, Any], config: ResidualConfig, scales: dict[str, float]
+) -> None:
+    """The same random numbers, times a factor by the name of the matrix; what gates an attention is of its queries' kind."""
+    plain, found = (dict(decoder(one, **body).named_parameters()) for one in (PreNormConfig(), config))
     for name, weight in plain.items():
-        factor = scales.get(name.split(".")[-2], 1.0) if name.startswith("layers") else 1.0
+        part = name.replace("attention.gate", "attention.query").replace("latent_up", "down").split(".")[-2]
+        factor = scales.get(part, 1.0) if name.startswith("layers") else 1.0
         if "norm" not in name:
             torch.testing.assert_close(found[name], factor * weight, rtol=1e-6, atol=0, msg=name)
 

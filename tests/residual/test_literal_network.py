@@ -28,7 +28,7 @@ def lr_attnres(model: Decoder, x: Tensor, r: int, N: int | None) -> Tensor:
     """Low-Rank AttnRes, Appendix H; the norms are the sub-layers' own. The query of read t is that of site t."""
     sublayers = []
     for layer in model.layers:
-        sublayers.append(lambda h, layer=layer: layer.attention(layer.attention_norm(h), model.sight(h.shape[1])).output)
+        sublayers.append(lambda h, layer=layer: layer.attention(layer.attention_norm(h), model.sight(h[..., 0])).output)
         sublayers.append(lambda h, layer=layer: layer.mlp(layer.mlp_norm(h)).output)
     queries = [model.residual.sites[str(t)].query for t in range(1, len(sublayers) + 1)]
     M = len(sublayers)
@@ -97,7 +97,7 @@ def test_roles_and_keys_are_the_papers_equations(decoder: Make, tokens: Tensor, 
             break
         layer = model.layers[site // 2]
         if site % 2 == 0:
-            output, activation, _ = layer.attention(RoleInputs(*(layer.attention_norm(x) for x in inputs)), model.sight(inputs[0].shape[1]))
+            output, activation, _ = layer.attention(RoleInputs(*(layer.attention_norm(x) for x in inputs)), model.sight(inputs[0][..., 0]))
         else:
             output, activation, _ = layer.mlp(layer.mlp_norm(inputs.query))
         outputs.append(output)

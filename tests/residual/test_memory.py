@@ -189,7 +189,7 @@ def test_recomputing_whole_layers_changes_nothing(decoder: Make, run: Run, token
     """Read, sub-layer and write twice inside a checkpoint, with the memory's leaves going in and coming out."""
     _, gradients = run(decoder(config))
     model, runs = decoder(config), 0
-    memory, sight = model.residual.open(model.embedding(tokens[:, :-1])), model.sight(tokens.shape[1] - 1)
+    memory, sight = model.residual.open(model.embedding(tokens[:, :-1])), model.sight(tokens[:, :-1])
     for number in range(len(model.layers)):
         leaves, spec = pytree.tree_flatten(memory)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,31 @@ def test_zero_route_queries_are_the_plain_residual_stream(
         return
     queries = [gradient for name, gradient in gradients.items() if name.endswith(".query") and not name.endswith("sites.0.query")]
     assert all(gradient.norm() > 0 for gradient in queries)
+
+
+KINDS = {
+    "full": AttnResConfig(),
+    "block": AttnResConfig(block=2),
+    "role-decoupled": AttnResConfig(block=3, roles="decoupled"),
+    "low-rank": AttnResConfig(block=2, rank=5, key_norm="full"),
+    "projected": AttnResConfig(rank=5, keys="projected", roles="separate"),
+    "multi-head": AttnResConfig(block=2, heads=3),
+    "sigmoid": AttnResConfig(block=4, weighting="sigmoid"),
+    "no key norm": AttnResConfig(key_norm="none"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_zero_route_queries_are_the_plain_residual_stream_of_every_body(
+    decoder: Make, run: Run, body: dict[str, Any], kind: AttnResConfig
+) -> None:
+    """Of gated delta rules, latent attention and experts too: whatever normalises what it reads cannot tell a mean from a sum."""
+    expected, plain = run(decoder(PreNormConfig(), norm_eps=TINY, **body))
+    logits, gradients = run(decoder(kind, scattered=False, norm_eps=TINY, **body))
+    torch.testing.assert_close(logits, expected, rtol=1e-11, atol=1e-11)
+    assert_same_gradients(gradients, plain, 1e-10)
+    routes = [gradient for name, gradient in gradients.items() if name.endswith("query") and name.startswith("residual.")]
+    assert len(routes) >= SUBLAYERS and all(gradient.norm() > 0 for gradient in routes)
 
 
 def test_non_zero_route_queries_are_not(decoder: Make, run: Run, plain: tuple[Tensor, dict[str, Tensor]]) -> None:

@@ -12,7 +12,10 @@ import torch
 from depthroute.common.config import from_json, override, to_json
 from depthroute.common.errors import RequestError
 from depthroute.train import RunConfig, TrainConfig, resolve
+from depthroute.train.config import ParameterGroup
 from depthroute.train.devices import resolve_device
+
+MUON = (ParameterGroup(parameters="layers[.].*", optimiser="muon", rate=2.0), ParameterGroup(parameters=".*", weight_decay=0.0))
 
 
 @pytest.mark.parametrize(
@@ -35,6 +38,10 @@ from depthroute.train.devices import resolve_device
         ({"optimiser": "muon", "momentum": 1.0}, "train.momentum must be at least 0 and below 1, not 1.0"),
         ({"matrix_rate": 2.0}, "train.matrix_rate = 2.0 is of Muon's matrices, and train.optimiser = 'adamw' has none: leave it at 1, or"),
         ({"momentum": 0.9}, "and train.optimiser = 'adamw' has none: leave it at 0.95, or set train.optimiser=muon."),
+        ({"groups": MUON, "optimiser": "muon"}, "train.optimiser = 'muon' does not go with train.groups, of which each has its own"),
+        ({"groups": MUON, "matrix_rate": 2.0}, "train.matrix_rate = 2.0 does not go with train.groups"),
+        ({"groups": MUON, "route_rate": 2.0}, "train.route_rate = 2.0 does not go with train.groups"),
+        ({"groups": MUON[1:], "momentum": 0.9}, "and no group of train.groups is Muon's: leave it at 0.95, or give it a group."),
         ({"warmup_fraction": 1.0}, "train.warmup_fraction must be at least 0 and below 1, or none, not 1.0"),
         ({"warmup_steps": 5}, "train.warmup_fraction = 0.02 and train.warmup_steps = 5: give one of the two"),
         ({"warmup_fraction": None}, "train.warmup_fraction = None and train.warmup_steps = None: give one of the two"),
@@ -66,6 +73,30 @@ def test_a_wrong_value_is_refused_with_what_is_allowed(changes: dict[str, Any], 
     with pytest.raises(RequestError) as refusal:
         TrainConfig(**{"steps": 100, "sequences": 8, "learning_rate": 1e-3} | changes)
     assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"parameters": "layers[.("}, "train.groups: of 'layers[.(', parameters is no regular expression: unterminated character set"),
+        ({"optimiser": "moun"}, "perhaps you meant 'muon'"),
+        ({"rate": 0.0}, "train.groups: of '.*', rate must be above 0, not 0.0"),
+        ({"weight_decay": -0.1}, "train.groups: of '.*', weight_decay must be 0 or above, or none, not -0.1"),
+    ],
+)
+def test_a_wrong_group_is_refused_by_its_expression(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        ParameterGroup(**{"parameters": ".*"} | fields)
+    assert words in str(refusal.value)
+
+
+def test_groups_survive_json_and_are_given_as_text(config: Callable[..., RunConfig]) -> None:
+    full = config(groups=MUON, momentum=0.9)
+    assert from_json(RunConfig, json.loads(json.dumps(to_json(full)))) == full
+    text = '[{"parameters": "layers[.].*", "optimiser": "muon", "rate": 2}, {"parameters": ".*", "weight_decay": 0.0}]'
+    assert override(config(), {"train.groups": text}).train.groups == MUON
+    with pytest.raises(RequestError, match=r"train.groups\[0\]: unknown field 'parameter'; perhaps you meant 'parameters'"):
+        override(config(), {"train.groups": '[{"parameter": ".*"}]'})
 
 
 def test_a_configuration_survives_json(config: Callable[..., RunConfig]) -> None:

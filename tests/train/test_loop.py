@@ -215,6 +215,13 @@ def test_threads_are_those_asked_for_and_put_back(tmp_path: Path, config: Config
     assert json.loads((tmp_path / "environment.json").read_text())["threads"] == 1
 
 
+def test_another_end_of_documents_than_that_of_the_data_is_refused(tmp_path: Path, config: Config, data: Path) -> None:
+    end = TokenDataset.open(data).end
+    with pytest.raises(RequestError, match=rf"model.document_end is {end + 1} and the documents in .* end with the token {end}; set that"):
+        train(config(model={"document_end": end + 1}), tmp_path / "run", console=False)
+    assert not (tmp_path / "run").exists()
+
+
 def test_other_data_than_the_configuration_names_is_refused(tmp_path: Path, config: Config) -> None:
     with pytest.raises(RequestError, match=r"the configuration asks for abc; give the folder of that data"):
         train(dataclasses.replace(config(), data_fingerprint="abc"), tmp_path, console=False)

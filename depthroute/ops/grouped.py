@@ -1,0 +1,155 @@
+"""Products of sorted rows with one matrix a group, and the way from tokens to such rows and back: what a mixture of experts computes.
+
+How many rows a group has is known only while it runs. The operators here hide that: their results have static shapes, so `torch.compile`
+and fake tensors see nothing of it.
+
+Shapes: N rows, X groups (ends: [X]), D inputs, F outputs, T tokens, K rows of a token (N = T K).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from depthroute.common.errors import RequestError
+
+ALIGNED = 8  # numbers of 16 bits: the grouped kernels of CUDA read 16 bytes at a time
+
+
+def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """The rows of group x times the matrix of group x: [N, D] to [N, F], in the dtype of `F.linear`, autocast included.
+
+    Differentiable once in rows and weights. A group without rows has a weight gradient of zeros.
+
+    Args:
+        rows: [N, D], sorted by group.
+        weights: [X, F, D], each laid out as that of `nn.Linear`.
+        ends: int64 or int32 [X]: group x has the rows ends[x - 1] to ends[x] - 1, and the last end is N.
+
+    Raises:
+        RequestError: shapes that do not fit.
+    """
+    if rows.ndim != 2 or weights.ndim != 3 or rows.shape[1] != weights.shape[2] or ends.shape != weights.shape[:1]:
+        raise RequestError(
+            f"grouped_product takes rows [N, D], weights [X, F, D] and ends [X], not {list(rows.shape)}, {list(weights.shape)} and "
+            f"{list(ends.shape)}."
+        )
+    found: Tensor = torch.ops.depthroute.grouped_product(*as_autocast(rows, weights), ends)
+    return found
+
+
+def as_autocast(*operands: Tensor) -> tuple[Tensor, ...]:
+    """The operands of a product in the dtype that autocast gives those of `F.linear`."""
+    kind = operands[0].device.type
+    if not torch.is_autocast_enabled(kind) or operands[0].dtype == torch.float64:
+        return operands
+    return tuple(operand.to(torch.get_autocast_dtype(kind)) for operand in operands)
+
+
+def spread(tokens: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """Row n of the result is the token order[n] // K: [T, D] to [N, D]. `order` and `places` [T, K] (int64) are each other's inverse."""
+    found: Tensor = _Spread.apply(tokens, order, places)  # type: ignore[no-untyped-call]
+    return found
+
+
+def collect(rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """The sum of the rows places[t] of every token t, always in the same order: [N, D] to [T, D]. The transpose of `spread`."""
+    found: Tensor = _Collect.apply(rows, order, places)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Spread(torch.autograd.Function):
+    """The rule of indexing would add the rows of the gradient one by one, in any order on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(order, places)
+        return tokens.index_select(0, order // places.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return collect(gradient, *ctx.saved_tensors), None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(order, places)
+        return summed(rows, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return spread(gradient, *ctx.saved_tensors), None, None
+
+
+def summed(rows: Tensor, places: Tensor) -> Tensor:
+    """`collect` without a gradient: in one pass, in at least float32."""
+    return F.embedding_bag(places, rows, mode="sum")
+
+
+def product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_product` without a gradient, of real tensors: other operators are made of it."""
+    if _kernel_serves(rows, weights.shape[1]):
+        return F.grouped_mm(rows.contiguous(), weights.transpose(1, 2), offs=ends.int())
+    found = rows.new_empty(len(rows), weights.shape[1])
+    start = 0
+    for weight, end in zip(weights.transpose(1, 2).unbind(), ends.tolist(), strict=True):
+        if end > start:
+            torch.mm(rows[start:end], weight, out=found[start:end])
+        start = end
+    return found
+
+
+def outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """left_x^T right_x of the rows of each group: [N, F] and [N, D] to [X, F, D]."""
+    if _kernel_serves(left, right.shape[1]):
+        found = F.grouped_mm(left.contiguous().t(), right.contiguous(), offs=ends.int())
+        empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+        return found.masked_fill_(empty[:, None, None], 0)  # the kernel need not write what sums over nothing
+    found = left.new_empty(len(ends), left.shape[1], right.shape[1])
+    start = 0
+    for matrix, end in zip(found.unbind(), ends.tolist(), strict=True):
+        torch.mm(left[start:end].t(), right[start:end], out=matrix)  # zeros where there are no rows
+        start = end
+    return found
+
+
+_product = torch.library.custom_op("depthroute::grouped_product", product, mutates_args=())
+_outer = torch.library.custom_op("depthroute::grouped_outer", outer, mutates_args=())
+
+
+def _kernel_serves(rows: Tensor, others: int) -> bool:
+    """Whether torch's grouped kernel takes rows [N, D] and `others` outputs."""
+    if rows.device.type != "cuda" or rows.dtype not in (torch.bfloat16, torch.float16) or not hasattr(F, "grouped_mm"):
+        return False
+    return rows.shape[1] % ALIGNED == 0 and others % ALIGNED == 0 and len(rows) > 0
+
+
+@_product.register_fake
+def _(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[1])
+
+
+@_outer.register_fake
+def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    rows, weights, ends = ctx.saved_tensors
+    of_rows, of_weights, _ = ctx.needs_input_grad
+    return (
+        _product(gradient, weights.transpose(1, 2), ends) if of_rows else None,
+        _outer(gradient, rows, ends) if of_weights else None,
+        None,
+    )
+
+
+_product.register_autograd(_gradients, setup_context=_keep)
