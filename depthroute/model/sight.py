@@ -104,8 +104,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen) -> Tensor:
         return _attend_packed(query, key, value, seen.lengths, grouped)
     if seen.blocks is not None:
         # by itself it holds all scores; only compiled does it leave out what is not seen
-        attention: Callable[..., Any] = flex_attention if query.device.type == "cpu" or torch.compiler.is_compiling() else _compiled_flex()
+        plain = query.device.type == "cpu" or torch.compiler.is_compiling()
         query, key, value = _as_autocast(query, key, value)
+        attention: Any = flex_attention if plain else _compiled_flex()
         mixed = attention(query, key, value, block_mask=seen.blocks, enable_gqa=grouped)
         assert isinstance(mixed, Tensor)
         return mixed

@@ -1,8 +1,8 @@
 """The bodies of the Attention Residuals paper as dense decoders: its five sizes, and its grid of widths and heads.
 
 The paper trains Kimi Linear: three layers in four with linear attention (KDA), the fourth with latent attention (MLA), no positions, and
-a mixture of experts in every layer. The decoder of this library is dense, with softmax attention and rotary positions. What stands for
-what:
+a mixture of experts in every layer: `recipes.kimi`. Here the bodies are dense, with softmax attention and rotary positions, which is a
+question of its own and costs less. What stands for what:
 
 - An MLP of 9 expert widths: eight routed experts and a shared one. The paper says so of its 48B model only, but this count gives the
   active parameters that Table 2 prints for every size, less 3 to 6 % (182M for 194M, 512M for 528M). What is missing are routers, the

@@ -44,7 +44,7 @@ def bodies_study(
 ) -> Study:
     """PreNorm and Block AttnRes in a dense body and in a Kimi body. The headline is the Kimi body.
 
-    Small: about 20 minutes on two cores.
+    Small: about a quarter of an hour on two cores.
 
     Args:
         data: folder of the token shards.

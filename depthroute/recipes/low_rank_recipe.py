@@ -56,7 +56,7 @@ def low_rank_recipe_study(
     """PreNorm, Block and Low-Rank AttnRes (rank d/8) with Muon and with AdamW. The headline is Low-Rank against Block with Muon.
 
     AdamW has the rate of the recipe's Adam and its own usual decay of matrices, 0.1. Both AttnRes arms have keys without a gain, as in
-    the paper, whose Block AttnRes is rank d. Small: about 20 minutes on two cores.
+    the paper, whose Block AttnRes is rank d. Small: about a quarter of an hour on two cores.
 
     Args:
         data: folder of the token shards.
