@@ -9,11 +9,13 @@ D_tj is not formed as D_t / D_j, which overflows. Halving makes every factor a p
 of a block and j in the first it is (product from the middle up to t) times (product after j up to the middle), and blocks of 2, 4, 8, ...
 tokens leave no pair out. A document's start inside a chunk cuts the pairs across it and the state before it with masks: exact zeros.
 
-Shapes: B batch, H heads, N chunks, C tokens of a chunk, E key width, V value width; h half of a block, X = B*H*N*(C/2h) blocks.
+Shapes: B batch, H heads, T tokens, E key width, V value width; N chunks, R rows (heads of all batches), C tokens of a chunk; h half of a
+block, X = N*R*(C/2h) blocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,148 +23,139 @@ from torch import Tensor
 from torch.nn import functional as F
 
 LONGEST = 64  # tokens of a chunk
-PORTION = 3 << 17  # numbers of a tensor that are worked on together on a CPU: new memory is slow there, and the cache is fast
+PORTION = 3 << 17  # numbers of a tensor that are worked on together on a CPU: they stay in the cache
 
 
 def in_chunks(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, state: Tensor, begins: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """What each token reads, [B, H, T, V], and the last state, of inputs in one exact dtype. See `delta_rule`."""
-    sequences = (query, key, value, log_decay, strength[..., None])
-    batch, _, tokens, width = query.shape
-    if query.device.type != "cpu":
-        return _portion(sequences, state, begins)
-    widest = max(width, value.shape[-1])
-    together = max(PORTION // (batch * widest * tokens), 1)  # heads
-    span = max(PORTION // (batch * widest * together) // LONGEST, 1) * LONGEST  # tokens; the state goes on from one span to the next
-    reads, lasts = [], []
-    for now, *parts in zip(*(torch.split(x, together, 1) for x in (state, *sequences)), strict=True):
-        read = []
-        spans = zip(*(torch.split(x, span, 2) for x in parts), strict=True)
-        for number, part in enumerate(spans):
-            done, now = _portion(part, now, None if begins is None else begins[:, number * span : (number + 1) * span])
-            read.append(done)
-        reads.append(_one(read, 2))
-        lasts.append(now)
-    return _one(reads, 1), _one(lasts, 1)
-
-
-def _one(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _portion(sequences: tuple[Tensor, ...], state: Tensor, begins: Tensor | None) -> tuple[Tensor, Tensor]:
-    batch, heads, tokens, _ = sequences[0].shape
-    length = min(LONGEST, 1 << (tokens - 1).bit_length())
-    missing = -tokens % length
-
-    def cut(x: Tensor) -> Tensor:  # zeros at the end write nothing and let the state be
-        x = F.pad(x, (0, 0, 0, missing)) if missing else x
-        return x.reshape(batch, heads, -1, length, x.shape[-1]).contiguous()
-
-    query, key, value, log_decay, strength = map(cut, sequences)
-    same = opening = closing = None
-    if begins is not None:
-        document = F.pad(begins, (0, missing)).reshape(batch, 1, -1, length, 1).cumsum(-2)
-        same, opening, closing = document == document.mT, document == 0, document == document[..., -1:, :]
-    inputs = (torch.stack((query, key), 4), value, log_decay, strength, state, same, opening, closing)
-    read, last, *_ = torch.ops.depthroute.delta_chunks(*inputs)
-    return read.reshape(batch, heads, -1, value.shape[-1])[:, :, :tokens], last
+    read, last, *_ = torch.ops.depthroute.delta_chunks(query, key, value, log_decay, strength, state, begins)
+    return read, last
 
 
 def _forward(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, state: Tensor, begins: Tensor | None
+) -> tuple[Tensor, ...]:
+    """O and the last state, and for `_backward` P and A, (I + diag(b) A)^-T, each chunk's S, Z and U: [N R, ...], portion by portion."""
+    read, last, *saved = _forward_shapes(query, key, value, log_decay, strength, state, begins)
+    with torch.autocast(query.device.type, enabled=False):
+        for cut, masks, parts in _portions(query, value, begins, saved):
+            both, values, decays, strengths = _given(cut, query, key, value, log_decay, strength)
+            found, now = _forward_portion(both, values, decays, strengths, cut.rows(state), *masks, *parts)
+            cut.put(read, found)
+            cut.put_rows(last, now)
+    return read, last, *saved
+
+
+def _forward_portion(
     both: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, state: Tensor, same: Tensor | None, opening: Tensor | None,
-    closing: Tensor | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """O, the last state, and for `_backward` P and A, (I + diag(b) A)^-T, each chunk's S, Z and U.
+    closing: Tensor | None, pairs: Tensor, solved: Tensor, met: Tensor, missed: Tensor, wrote: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """O [N, R, C, V] and the last state [R, E, V]; fills what is saved.
 
     Args:
-        both: queries and keys, [B, H, N, C, 2, E].
-        value: [B, H, N, C, V].
-        log_decay: [B, H, N, C, E].
-        strength: [B, H, N, C, 1].
-        state: [B, H, E, V].
-        same: bool [B, 1, N, C, C], of two tokens: they are in one document. None, as the others: there is only one.
-        opening, closing: bool [B, 1, N, C, 1], the token is in the chunk's first, or last, document.
+        both: queries and keys, [N, R, C, 2, E].
+        value: [N, R, C, V].
+        log_decay: [N, R, C, E].
+        strength: [N, R, C, 1].
+        state: [R, E, V].
+        same: bool [N, R, C, C], of two tokens: they are in one document. None, as the others: there is only one.
+        opening, closing: bool [N, R, C, 1], the token is in the chunk's first, or last, document.
+        pairs, solved, met, missed, wrote: [N, R, C, 2, C], [N, R, C, C], [N, R, E, V], [N, R, C, V] twice.
     """
-    with torch.autocast(both.device.type, enabled=False):
-        pairs, before, after = _pairs(both, log_decay.exp())
-        if same is not None:
-            pairs *= same[..., None, :]
-        reads, overlaps = pairs.unbind(4)
-        one = torch.eye(both.shape[3], dtype=both.dtype, device=both.device).expand_as(overlaps)
-        inverse = torch.linalg.solve_triangular(one + strength * overlaps, one, upper=False, unitriangular=True)
-        solved = inverse.mT.contiguous()  # the solver's own order
-        (asked, known), writing, kept = _meetings(both, before, after, opening, closing)
+    before, after = _pairs(both, log_decay.exp(), pairs)
+    if same is not None:
+        pairs *= same[..., None, :]
+    reads, overlaps = pairs.unbind(3)
+    one = torch.eye(both.shape[2], dtype=both.dtype, device=both.device).expand_as(overlaps)
+    inverse = torch.linalg.solve_triangular(one + strength * overlaps, one, upper=False, unitriangular=True)
+    solved.copy_(inverse.mT)
+    (asked, known), writing, kept = _meetings(both, before, after, opening, closing)
 
-        states, misses, writes = [], [], []
-        now = state.flatten(0, 1)
-        for v, k, solve, write, keep in _by_chunk(value, known, inverse * strength.mT, writing.mT, kept.mT):
-            states.append(now)
-            miss = torch.baddbmm(v, k, now, alpha=-1)
-            written = torch.bmm(solve, miss)
-            now = torch.baddbmm(now * keep, write, written)
-            misses.append(miss)
-            writes.append(written)
-        met, missed, wrote = (_joined(parts, both) for parts in (states, misses, writes))
-        return asked @ met + reads @ wrote, now.view_as(state), pairs, solved, met, missed, wrote
+    solve, last = inverse * strength.mT, torch.empty_like(state)
+    met[0] = state
+    for chunk in range(len(met)):
+        behind = met[chunk + 1] if chunk + 1 < len(met) else last
+        torch.baddbmm(value[chunk], known[chunk], met[chunk], alpha=-1, out=missed[chunk])
+        torch.bmm(solve[chunk], missed[chunk], out=wrote[chunk])
+        torch.mul(met[chunk], kept[chunk].mT, out=behind)
+        behind.baddbmm_(writing[chunk].mT, wrote[chunk])
+    return (asked @ met).add_(reads @ wrote), last
 
 
 def _backward(
+    d_read: Tensor, d_last: Tensor, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, begins: Tensor | None,
+    pairs: Tensor, solved: Tensor, met: Tensor, missed: Tensor, wrote: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Of query, key, value, log_decay, strength and state. By hand: autograd would keep every factor of every halving."""
+    gradients = _backward_shapes(d_read, d_last, query, key, value, log_decay, strength)
+    with torch.autocast(query.device.type, enabled=False):
+        for cut, masks, parts in _portions(query, value, begins, [pairs, solved, met, missed, wrote]):
+            both, _, decays, strengths = _given(cut, query, key, None, log_decay, strength)
+            d_both, *others, d_state = _backward_portion(cut.take(d_read), cut.rows(d_last), both, decays, strengths, *masks, *parts)
+            others[-1] = others[-1][..., 0]
+            for whole, found in zip(gradients, (*d_both.unbind(3), *others), strict=False):
+                cut.put(whole, found)
+            cut.put_rows(gradients[-1], d_state)
+    return gradients
+
+
+def _backward_portion(
     d_read: Tensor, d_last: Tensor, both: Tensor, log_decay: Tensor, strength: Tensor, same: Tensor | None, opening: Tensor | None,
     closing: Tensor | None, pairs: Tensor, solved: Tensor, met: Tensor, missed: Tensor, wrote: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Of both, value, log_decay, strength and state. By hand: autograd would keep every factor of every halving."""
-    with torch.autocast(both.device.type, enabled=False):
-        (query, key), (reads, overlaps) = both.unbind(4), pairs.unbind(4)
-        decay = log_decay.exp()
-        before, after = _products(decay)
-        (asked, known), writing, kept = _meetings(both, before, after, opening, closing)
+    """Of both, value, log_decay, strength and state, as `_forward_portion` has them."""
+    (query, key), (reads, overlaps) = both.unbind(3), pairs.unbind(3)
+    decay = log_decay.exp()
+    before, after = _products(decay)
+    (asked, known), writing, kept = _meetings(both, before, after, opening, closing)
 
-        states, solutions = [], []  # of the state after each chunk, and of diag(b) Z
-        now = d_last.flatten(0, 1)
-        by_chunk = _by_chunk(reads.mT @ d_read, asked.mT @ d_read, writing, solved, (known * strength).mT, kept.mT)
-        for d_wrote, d_met, write, solve, know, keep in reversed(by_chunk):
-            states.append(now)
-            solution = torch.bmm(solve, torch.baddbmm(d_wrote, write, now))
-            now = torch.baddbmm(torch.addcmul(d_met, now, keep), know, solution, alpha=-1)
-            solutions.append(solution)
-        d_next, d_solution = _joined(states[::-1], both), _joined(solutions[::-1], both)
+    d_wrote, knowing = reads.mT @ d_read, (known * strength).mT
+    d_states = met.new_empty(len(met) + 1, *met.shape[1:])  # before each chunk, and behind the last one
+    d_states[-1] = d_last
+    torch.matmul(asked.mT, d_read, out=d_states[:-1])
+    d_solution = torch.empty_like(d_wrote)  # of diag(b) Z
+    for chunk in reversed(range(len(met))):
+        behind = d_states[chunk + 1]
+        torch.bmm(solved[chunk], d_wrote[chunk].baddbmm_(writing[chunk], behind), out=d_solution[chunk])
+        d_states[chunk].addcmul_(behind, kept[chunk].mT).baddbmm_(knowing[chunk], d_solution[chunk], alpha=-1)
+    d_next = d_states[1:]
 
-        outer = torch.stack((d_read, -d_solution), 4).flatten(3, 4)
-        d_pairs = (outer @ wrote.mT).view(pairs.shape)
-        if same is not None:
-            d_pairs *= same[..., None, :]
-        d_strength = (d_solution * missed).sum(-1, keepdim=True) + (d_pairs[..., 1, :] * overlaps).sum(-1, keepdim=True)
-        d_pairs[..., 1, :] *= strength
+    outer = torch.stack((d_read, -d_solution), 3).flatten(2, 3)
+    d_pairs = (outer @ wrote.mT).view(pairs.shape)
+    if same is not None:
+        d_pairs *= same[..., None, :]
+    d_strength = (d_solution * missed).sum(-1, keepdim=True) + (d_pairs[..., 1, :] * overlaps).sum(-1, keepdim=True)
+    d_pairs[..., 1, :] *= strength
 
-        # Of queries and keys as later tokens of pairs, and of keys as earlier ones.
-        d_both = (outer @ met.mT).view(both.shape) * _masked(before, opening)[..., None, :]
-        d_both[..., 1, :] *= strength
-        d_earlier = _masked(wrote @ d_next.mT, closing) * after
-        d_kept = (met * d_next).sum(-1)[..., None, :] * kept + (key * d_earlier).sum(-2, keepdim=True)
-        _pairs_backward(both, decay, d_pairs, d_both, d_earlier)
-        d_query, d_later = d_both.unbind(4)
-        # A pair's decays are those after its earlier token up to its later one: its gradient enters at one and leaves at the other.
-        d_sum = torch.addcmul(query * d_query, key, d_later - d_earlier)
-        d_sum[..., -1:, :] += d_kept
-        behind = torch.ones(both.shape[3], both.shape[3], dtype=both.dtype, device=both.device).triu()
-        d_log_decay = (behind if same is None else behind * same) @ d_sum
-        itself = d_pairs[..., 0, :].diagonal(dim1=-2, dim2=-1)[..., None]
-        d_query.addcmul_(itself, key)
-        d_later.add_(d_earlier).addcmul_(itself, query)
-        return d_both, strength * d_solution, d_log_decay, d_strength, now.view_as(d_last)
+    # Of queries and keys as later tokens of pairs, and of keys as earlier ones.
+    d_both = (outer @ met.mT).view(both.shape).mul_(_masked(before, opening)[..., None, :])
+    d_both[..., 1, :] *= strength
+    d_earlier = _masked(wrote @ d_next.mT, closing) * after
+    d_kept = (met * d_next).sum(-1)[..., None, :] * kept + (key * d_earlier).sum(-2, keepdim=True)
+    _pairs_backward(both, decay, d_pairs, d_both, d_earlier)
+    d_query, d_later = d_both.unbind(3)
+    # A pair's decays are those after its earlier token up to its later one: its gradient enters at one and leaves at the other.
+    d_sum = torch.addcmul(query * d_query, key, d_later - d_earlier)
+    d_sum[..., -1:, :] += d_kept
+    behind = torch.ones(both.shape[2], both.shape[2], dtype=both.dtype, device=both.device).triu()
+    d_log_decay = (behind if same is None else behind * same) @ d_sum
+    itself = d_pairs[..., 0, :].diagonal(dim1=-2, dim2=-1)[..., None]
+    d_query.addcmul_(itself, key)
+    d_later.add_(d_earlier).addcmul_(itself, query)
+    return d_both, strength * d_solution, d_log_decay, d_strength, d_states[0]
 
 
 def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
-    """The first and second halves of the blocks of [B, H, N, C, ...]: [B*H*N, C/2h, h, ...] each, views."""
-    first, second = x.view(-1, x.shape[3] // (2 * half), 2, half, *x.shape[4:]).unbind(2)
+    """The first and second halves of the blocks of [N, R, C, ...]: [N*R, C/2h, h, ...] each, views."""
+    first, second = x.view(-1, x.shape[2] // (2 * half), 2, half, *x.shape[3:]).unbind(2)
     return first, second
 
 
 def _corners(pairs: Tensor, half: int) -> Tensor:
-    """The pairs of each block's second half with its first, [B*H*N, C/2h, h, 2, h]: a view of [B, H, N, C, 2, C]."""
-    count, size = pairs.shape[3] // (2 * half), 2 * half
+    """The pairs of each block's second half with its first, [N*R, C/2h, h, 2, h]: a view of [N, R, C, 2, C]."""
+    count, size = pairs.shape[2] // (2 * half), 2 * half
     blocks = pairs.view(-1, count, size, 2, count, size).diagonal(dim1=1, dim2=4)
     return blocks[:, half:, :, :half].permute(0, 4, 1, 2, 3)
 
@@ -185,33 +178,32 @@ def _products(decay: Tensor) -> tuple[Tensor, Tensor]:
     """Of each chunk, the products of decays up to each token and after it."""
     before, after = decay.clone(), torch.ones_like(decay)
     half = 1
-    while half < decay.shape[3]:
+    while half < decay.shape[2]:
         _double(before, after, half)
         half *= 2
     return before, after
 
 
-def _pairs(both: Tensor, decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """P and A, [B, H, N, C, 2, C], and `_products`."""
-    length = both.shape[3]
-    pairs = both.new_zeros(*both.shape[:5], length)
+def _pairs(both: Tensor, decay: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """`_products`, and P and A into `pairs`, [N, R, C, 2, C]."""
+    pairs.zero_()
     before, after = decay.clone(), torch.ones_like(decay)
     half = 1
-    while half < length:
+    while half < both.shape[2]:
         rows, columns = _factors(both, before, after, half)
         corners = _corners(pairs, half)
         corners.copy_(torch.bmm(rows, columns.mT).view(corners.shape))
         _double(before, after, half)
         half *= 2
     pairs[..., 0, :].diagonal(dim1=-2, dim2=-1).copy_((both[..., 0, :] * both[..., 1, :]).sum(-1))
-    return pairs, before, after
+    return before, after
 
 
 def _pairs_backward(both: Tensor, decay: Tensor, d_pairs: Tensor, d_both: Tensor, d_earlier: Tensor) -> None:
     """Adds what `_pairs` without its diagonal gives to queries and keys as later tokens, and to keys as earlier ones."""
     before, after = decay.clone(), torch.ones_like(decay)
     half = 1
-    while half < both.shape[3]:
+    while half < both.shape[2]:
         rows, columns = _factors(both, before, after, half)
         corners = _corners(d_pairs, half).reshape(-1, 2 * half, half)
         (_, since), (until, _) = _halves(before, half), _halves(after, half)
@@ -225,65 +217,120 @@ def _pairs_backward(both: Tensor, decay: Tensor, d_pairs: Tensor, d_both: Tensor
 def _meetings(
     both: Tensor, before: Tensor, after: Tensor, opening: Tensor | None, closing: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-    """Q D and K D, what meets the state; K D_C., what changes it; and D_C, what is kept of it, [B, H, N, 1, E]."""
-    asked, known = (both * _masked(before, opening)[..., None, :]).unbind(4)
+    """Q D and K D, what meets the state; K D_C., what changes it; and D_C, what is kept of it, [N, R, 1, E]."""
+    query, key = both.unbind(3)
+    meeting = _masked(before, opening)
     kept = _masked(before[..., -1:, :], None if opening is None else opening[..., -1:, :])
-    return (asked, known), _masked(both[..., 1, :] * after, closing), kept
+    return (query * meeting, key * meeting), _masked(key * after, closing), kept
 
 
 def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else x * mask
 
 
-def _by_chunk(*parts: Tensor) -> list[tuple[Tensor, ...]]:
-    """Tensors [B, H, N, ...] as N tuples of [B*H, ...]."""
-    return list(zip(*(part.flatten(0, 1).unbind(1) for part in parts), strict=True))
+class _Cut:
+    """Some heads of every batch, and the tokens in chunks: [B, H, T, ...] to [N, R, C, ...] and back."""
+
+    def __init__(self, heads: slice, tokens: int) -> None:
+        self.heads, self.tokens = heads, tokens
+        self.length = min(LONGEST, 1 << max(tokens - 1, 1).bit_length())
+
+    def take(self, x: Tensor) -> Tensor:
+        return self.chunks(x[:, self.heads])
+
+    def chunks(self, part: Tensor) -> Tensor:
+        missing = -self.tokens % self.length
+        if missing:  # zeros at the end write nothing and let the state be
+            part = F.pad(part, (0, 0) * (part.ndim - 3) + (0, missing))
+        part = part.unflatten(2, (-1, self.length)).movedim(2, 0)
+        return part.reshape(part.shape[0], -1, *part.shape[3:]).contiguous()
+
+    def put(self, whole: Tensor, found: Tensor) -> None:
+        target = whole[:, self.heads]
+        found = found.unflatten(1, target.shape[:2]).movedim(0, 2).flatten(2, 3)
+        target.copy_(found[:, :, : self.tokens])
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x[:, self.heads].flatten(0, 1)
+
+    def put_rows(self, whole: Tensor, found: Tensor) -> None:
+        target = whole[:, self.heads]
+        target.copy_(found.view(target.shape))
 
 
-def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
-    """N tensors [B*H, ...] as one [B, H, N, ...]."""
-    joined = torch.stack(parts, 1)
-    return joined.view(*like.shape[:2], *joined.shape[1:])
+def _portions(
+    query: Tensor, value: Tensor, begins: Tensor | None, saved: list[Tensor]
+) -> Iterator[tuple[_Cut, tuple[Tensor | None, Tensor | None, Tensor | None], list[Tensor]]]:
+    """Heads that are worked on together: where they are, their `same`, `opening` and `closing`, and their part of what is saved."""
+    batch, heads, tokens, width = query.shape
+    together = heads
+    if query.device.type == "cpu":
+        together = min(max(PORTION // (batch * tokens * max(width, value.shape[-1])), 1), heads)
+    for start in range(0, heads, together):
+        cut = _Cut(slice(start, min(start + together, heads)), tokens)
+        count = cut.heads.stop - start
+        same = opening = closing = None
+        if begins is not None:
+            document = cut.chunks(begins[:, None, :, None].expand(-1, count, -1, -1)).cumsum(-2)
+            same, opening, closing = document == document.mT, document == 0, document == document[..., -1:, :]
+        chunks = -(-tokens // cut.length)
+        place = slice(batch * start * chunks, batch * cut.heads.stop * chunks)
+        yield cut, (same, opening, closing), [one[place].unflatten(0, (chunks, batch * count)) for one in saved]
 
 
-def _forward_shapes(both: Tensor, value: Tensor, _decay: Tensor, _strength: Tensor, state: Tensor, *_: Tensor | None) -> tuple[Tensor, ...]:
-    length, new = both.shape[3], both.new_empty
-    met = (*both.shape[:3], *state.shape[2:])
-    shapes = (value.shape, state.shape, (*both.shape[:5], length), (*both.shape[:4], length), met, value.shape, value.shape)
-    return tuple(new(shape) for shape in shapes)
+def _given(
+    cut: _Cut, query: Tensor, key: Tensor, value: Tensor | None, log_decay: Tensor, strength: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The inputs of a portion; without values the decays stand in their place."""
+    both = torch.stack((cut.take(query), cut.take(key)), 3)
+    decays = cut.take(log_decay)
+    return both, decays if value is None else cut.take(value), decays, cut.take(strength[..., None])
 
 
-def _backward_shapes(d_read: Tensor, d_last: Tensor, both: Tensor, log_decay: Tensor, strength: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-    return tuple(both.new_empty(one.shape) for one in (both, d_read, log_decay, strength, d_last))
+def _forward_shapes(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, state: Tensor, begins: Tensor | None
+) -> tuple[Tensor, ...]:
+    batch, heads, tokens, _ = query.shape
+    length = _Cut(slice(None), tokens).length
+    rows, new = batch * heads * -(-tokens // length), query.new_empty
+    met, missed, wrote = new(rows, *state.shape[2:]), *(new(rows, length, value.shape[-1]) for _ in range(2))
+    pairs, solved = new(rows, length, 2, length), new(rows, length, length)
+    return torch.empty_like(value), torch.empty_like(state), pairs, solved, met, missed, wrote
+
+
+def _backward_shapes(
+    d_read: Tensor, d_last: Tensor, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, *_: Tensor | None
+) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(one) for one in (query, key, value, log_decay, strength, d_last))
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-    both, _, log_decay, strength, _, *masks = inputs
-    ctx.save_for_backward(both, log_decay, strength, *masks, *output[2:])
+    query, key, value, log_decay, strength, _, begins = inputs
+    ctx.save_for_backward(query, key, value, log_decay, strength, begins, *output[2:])
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, d_read: Tensor | None, d_last: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: where layers are recomputed, asking makes them
-    *_, met, missed, _ = saved
-    d_read = torch.zeros_like(missed) if d_read is None else d_read
-    d_last = torch.zeros_like(met[:, :, 0]) if d_last is None else d_last
-    return (*torch.ops.depthroute.delta_chunks_backward(d_read, d_last, *saved), None, None, None)
+    query, _, value, *_ = saved
+    d_read = torch.zeros_like(value) if d_read is None else d_read
+    d_last = value.new_zeros(*query.shape[:2], query.shape[-1], value.shape[-1]) if d_last is None else d_last
+    return *torch.ops.depthroute.delta_chunks_backward(d_read, d_last, *saved), None
 
 
 def _register() -> None:
     """As operators, because a compiler would unroll the chunks of every layer."""
-    masks = "Tensor? same, Tensor? opening, Tensor? closing"
-    given = f"(Tensor both, Tensor value, Tensor log_decay, Tensor strength, Tensor state, {masks})"
+    given = "Tensor query, Tensor key, Tensor value, Tensor log_decay, Tensor strength"
     saved = "Tensor pairs, Tensor solved, Tensor met, Tensor missed, Tensor wrote"
-    back = f"(Tensor d_read, Tensor d_last, Tensor both, Tensor log_decay, Tensor strength, {masks}, {saved})"
     forward = torch.library.custom_op(
-        "depthroute::delta_chunks", _forward, mutates_args=(), schema=f"{given} -> ({', '.join(['Tensor'] * 7)})"
-    )
+        "depthroute::delta_chunks", _forward, mutates_args=(),
+        schema=f"({given}, Tensor state, Tensor? begins) -> ({', '.join(['Tensor'] * 7)})",
+    )  # fmt: skip
     backward = torch.library.custom_op(
-        "depthroute::delta_chunks_backward", _backward, mutates_args=(), schema=f"{back} -> ({', '.join(['Tensor'] * 5)})"
-    )
+        "depthroute::delta_chunks_backward", _backward, mutates_args=(),
+        schema=f"(Tensor d_read, Tensor d_last, {given}, Tensor? begins, {saved}) -> ({', '.join(['Tensor'] * 6)})",
+    )  # fmt: skip
     forward.register_fake(_forward_shapes)
     backward.register_fake(_backward_shapes)
     forward.register_autograd(_gradients, setup_context=_keep)

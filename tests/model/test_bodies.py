@@ -75,7 +75,7 @@ def test_mixers_repeat_and_the_last_may_be_another() -> None:
         (shape, {"document_end": 17}, "model.document_end = 17 is not a token; model.vocabulary = 17"),
         (shape, {"document_end": -1}, "model.document_end = -1 is not a token"),
     ],
-    ids=str,
+    ids=lambda given: getattr(given, "__name__", str(given)),
 )
 def test_wrong_settings_are_refused(kind: Any, fields: dict[str, Any], match: str) -> None:
     with pytest.raises(RequestError, match=match):
