@@ -7,7 +7,11 @@ Of one chunk that meets the state S, with D_t the product of the chunk's decays 
 
 D_tj is not formed as D_t / D_j, which overflows. Halving makes every factor a product of decays, none above 1: for t in the second half
 of a block and j in the first it is (product from the middle up to t) times (product after j up to the middle), and blocks of 2, 4, 8, ...
-tokens leave no pair out. A document's start inside a chunk cuts the pairs across it and the state before it with masks: exact zeros.
+tokens leave no pair out. Where no channel decays by more than exp(-60) within 16 tokens, their pairs are one product: D_t / D_m by
+D_m / D_j with a token m in the middle, both far inside the range of float32.
+
+A document's start inside a chunk cuts the pairs across it and the state before it with masks, so zeros are exact. Halving then stays: the
+tokens of a document must not be rounded otherwise for what another one holds.
 
 Shapes: B batch, H heads, T tokens, E key width, V value width; N chunks, R rows (heads of all batches), C tokens of a chunk; h half of a
 block, X = N*R*(C/2h) blocks.
@@ -23,6 +27,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 LONGEST = 64  # tokens of a chunk
+BLOCK = 16  # tokens whose pairs are one product where no channel decays below `WEAKEST` within them
+WEAKEST = -60.0  # a logarithm: its exponential, and one over it, are far inside the range of float32
 PORTION = 3 << 17  # numbers of a tensor that are worked on together on a CPU: they stay in the cache
 
 
@@ -64,7 +70,7 @@ def _forward_portion(
         opening, closing: bool [N, R, C, 1], the token is in the chunk's first, or last, document.
         pairs, solved, met, missed, wrote: [N, R, C, 2, C], [N, R, C, C], [N, R, E, V], [N, R, C, V] twice.
     """
-    before, after = _pairs(both, log_decay.exp(), pairs)
+    before, after = _pairs(both, log_decay, pairs, 1 if same is not None else _whole_blocks(log_decay))
     if same is not None:
         pairs *= same[..., None, :]
     reads, overlaps = pairs.unbind(3)
@@ -107,8 +113,7 @@ def _backward_portion(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Of both, value, log_decay, strength and state, as `_forward_portion` has them."""
     (query, key), (reads, overlaps) = both.unbind(3), pairs.unbind(3)
-    decay = log_decay.exp()
-    before, after = _products(decay)
+    before, after = _started(log_decay, both.shape[2])
     (asked, known), writing, kept = _meetings(both, before, after, opening, closing)
 
     d_wrote, knowing = reads.mT @ d_read, (known * strength).mT
@@ -134,7 +139,7 @@ def _backward_portion(
     d_both[..., 1, :] *= strength
     d_earlier = _masked(wrote @ d_next.mT, closing) * after
     d_kept = (met * d_next).sum(-1)[..., None, :] * kept + (key * d_earlier).sum(-2, keepdim=True)
-    _pairs_backward(both, decay, d_pairs, d_both, d_earlier)
+    _pairs_backward(both, log_decay, d_pairs, d_both, d_earlier, 1 if same is not None else _whole_blocks(log_decay))
     d_query, d_later = d_both.unbind(3)
     # A pair's decays are those after its earlier token up to its later one: its gradient enters at one and leaves at the other.
     d_sum = torch.addcmul(query * d_query, key, d_later - d_earlier)
@@ -174,21 +179,51 @@ def _double(before: Tensor, after: Tensor, half: int) -> None:
     second *= first[..., -1:, :]
 
 
-def _products(decay: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each chunk, the products of decays up to each token and after it."""
-    before, after = decay.clone(), torch.ones_like(decay)
-    half = 1
-    while half < decay.shape[2]:
+def _started(log_decay: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Of blocks of so many tokens, the products of decays from the block's start up to each token, and after it up to the end."""
+    before = log_decay.exp()
+    after, half = torch.ones_like(before), 1
+    while half < block:
         _double(before, after, half)
         half *= 2
     return before, after
 
 
-def _pairs(both: Tensor, decay: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """`_products`, and P and A into `pairs`, [N, R, C, 2, C]."""
+def _whole_blocks(log_decay: Tensor) -> int:
+    """Tokens of the blocks whose pairs are made at once; 1 where decays are too strong for it, and where to ask would stop a GPU."""
+    if log_decay.device.type != "cpu" or log_decay.shape[2] < BLOCK:
+        return 1
+    blocks = log_decay.view(*log_decay.shape[:2], -1, BLOCK, log_decay.shape[3])
+    return BLOCK if blocks.sum(3).min() >= WEAKEST else 1
+
+
+def _tiles(pairs: Tensor, block: int) -> Tensor:
+    """The pairs within each block, [N*R, C/block, block, 2, block]: a view of [N, R, C, 2, C]."""
+    count = pairs.shape[2] // block
+    return pairs.view(-1, count, block, 2, count, block).diagonal(dim1=1, dim2=4).permute(0, 4, 1, 2, 3)
+
+
+def _within(both: Tensor, before: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each block D_t / D_m, with a token m in its middle, [N*R, C/block, block, E]; queries and keys times it, and keys over it."""
+    decays = before.view(-1, before.shape[2] // block, block, before.shape[3])
+    ratio = decays / decays[:, :, block // 2 - 1 : block // 2]
+    blocks = both.view(*ratio.shape[:3], 2, -1)
+    rows = (blocks * ratio[..., None, :]).view(-1, 2 * block, both.shape[-1])
+    return ratio, rows, (blocks[..., 1, :] / ratio).view(-1, block, both.shape[-1])
+
+
+def _pairs(both: Tensor, log_decay: Tensor, pairs: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    """The products of decays up to each token and after it in a chunk; P and A into `pairs`, [N, R, C, 2, C].
+
+    `half`: tokens of the blocks that are made at once; halving begins with 1.
+    """
     pairs.zero_()
-    before, after = decay.clone(), torch.ones_like(decay)
-    half = 1
+    before, after = _started(log_decay, half)
+    if half > 1:
+        _, rows, columns = _within(both, before, half)
+        tiles = _tiles(pairs, half)
+        made = torch.bmm(rows, columns.mT).view(tiles.shape)
+        tiles.copy_(made.masked_fill_(_later(half, both), 0))
     while half < both.shape[2]:
         rows, columns = _factors(both, before, after, half)
         corners = _corners(pairs, half)
@@ -199,10 +234,19 @@ def _pairs(both: Tensor, decay: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
     return before, after
 
 
-def _pairs_backward(both: Tensor, decay: Tensor, d_pairs: Tensor, d_both: Tensor, d_earlier: Tensor) -> None:
+def _later(block: int, like: Tensor) -> Tensor:
+    """bool [block, 1, block]: the second token of a pair is not before the first."""
+    return torch.ones(block, block, dtype=torch.bool, device=like.device).triu()[:, None]
+
+
+def _pairs_backward(both: Tensor, log_decay: Tensor, d_pairs: Tensor, d_both: Tensor, d_earlier: Tensor, half: int) -> None:
     """Adds what `_pairs` without its diagonal gives to queries and keys as later tokens, and to keys as earlier ones."""
-    before, after = decay.clone(), torch.ones_like(decay)
-    half = 1
+    before, after = _started(log_decay, half)
+    if half > 1:
+        ratio, rows, columns = _within(both, before, half)
+        tiles = _tiles(d_pairs, half).masked_fill(_later(half, both), 0).view(-1, 2 * half, half)
+        d_both.view(*ratio.shape[:3], 2, -1).addcmul_(torch.bmm(tiles, columns).view(*ratio.shape[:3], 2, -1), ratio[..., None, :])
+        d_earlier.view(ratio.shape).addcdiv_(torch.bmm(tiles.mT, rows).view(ratio.shape), ratio)
     while half < both.shape[2]:
         rows, columns = _factors(both, before, after, half)
         corners = _corners(d_pairs, half).reshape(-1, 2 * half, half)
@@ -242,12 +286,12 @@ class _Cut:
         missing = -self.tokens % self.length
         if missing:  # zeros at the end write nothing and let the state be
             part = F.pad(part, (0, 0) * (part.ndim - 3) + (0, missing))
-        part = part.unflatten(2, (-1, self.length)).movedim(2, 0)
+        part = torch.unflatten(part, 2, (-1, self.length)).movedim(2, 0)
         return part.reshape(part.shape[0], -1, *part.shape[3:]).contiguous()
 
     def put(self, whole: Tensor, found: Tensor) -> None:
         target = whole[:, self.heads]
-        found = found.unflatten(1, target.shape[:2]).movedim(0, 2).flatten(2, 3)
+        found = torch.unflatten(found, 1, target.shape[:2]).movedim(0, 2).flatten(2, 3)
         target.copy_(found[:, :, : self.tokens])
 
     def rows(self, x: Tensor) -> Tensor:
@@ -275,7 +319,7 @@ def _portions(
             same, opening, closing = document == document.mT, document == 0, document == document[..., -1:, :]
         chunks = -(-tokens // cut.length)
         place = slice(batch * start * chunks, batch * cut.heads.stop * chunks)
-        yield cut, (same, opening, closing), [one[place].unflatten(0, (chunks, batch * count)) for one in saved]
+        yield cut, (same, opening, closing), [torch.unflatten(one[place], 0, (chunks, batch * count)) for one in saved]
 
 
 def _given(

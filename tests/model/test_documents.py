@@ -143,6 +143,7 @@ def test_flex_attention_sees_what_masks_do(window: int | None) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.parametrize("masking", ["flex", "varlen"])
 def test_implementations_on_a_gpu_see_what_masks_do(masking: Any) -> None:

@@ -76,6 +76,30 @@ def test_chunks_are_the_definition(tokens: int, where: Sequence[int] | None) -> 
                 same(everything(delta_rule, inputs, None, stateful), expected)
 
 
+def test_pairs_of_a_block_at_once_are_those_of_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With decays as strong as that serves, in float32: as near to float64 as the definition is."""
+    inputs = noise(64)
+    with torch.no_grad():
+        inputs[3].copy_(torch.where(torch.rand(inputs[3].shape, generator=torch.Generator().manual_seed(4)) < 0.5, -7.0, -0.01))
+    expected = everything(delta_rule_by_token, inputs, None)
+    weakest = inputs[3].detach().view(BATCH, HEADS, 4, 16, KEYS).sum(3).min()
+    for limit in (weakest - 1, weakest + 1):  # at once; by halves
+        monkeypatch.setattr(delta_chunks, "WEAKEST", limit)
+        same(everything(delta_rule, inputs, None), expected)
+        assert (delta_chunks._whole_blocks(inputs[3].detach().flatten(0, 1)[None]) == delta_chunks.BLOCK) == (limit < weakest)
+        narrow = [one.detach().float().requires_grad_() for one in inputs]
+        for found, exact in zip(everything32(narrow), expected, strict=True):
+            assert (found - exact).abs().max() <= 3e-6 * exact.abs().max()
+
+
+def everything32(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """`everything` of float32 inputs, with what goes into its gradients rounded."""
+    found = delta_rule(*inputs[:5], state=inputs[5])
+    generator = torch.Generator().manual_seed(9)
+    into = [torch.randn(one.shape, generator=generator, dtype=torch.float64).float() for one in found]
+    return [*found, *torch.autograd.grad(found, inputs, into)]
+
+
 def test_portions_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head at a time, and a chunk at a time."""
     inputs, begins = noise(200), starts(200, [3, 64, 100])
