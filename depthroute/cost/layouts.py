@@ -30,12 +30,12 @@ from torch.utils._pytree import tree_leaves
 
 from depthroute.common.errors import RequestError
 from depthroute.cost.estimate import Device, training
-from depthroute.cost.layers import attended, body_products, layer_products, state_products
 from depthroute.cost.memory import training_activations
 from depthroute.cost.pipeline import Event, bubble, timed
 from depthroute.cost.recorded import copies_of_input
 from depthroute.cost.shapes import Shape
 from depthroute.model import Decoder, ModelConfig
+from depthroute.model.layer_work import attended, body_products, layer_products, state_products
 from depthroute.parallel.cut import Cut, cut, layers_of_chunks, passages
 from depthroute.parallel.layout import AXES, REST, Layout
 from depthroute.parallel.tensor import check_tensor

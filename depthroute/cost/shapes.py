@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from depthroute.common.errors import RequestError, choose
-from depthroute.cost import layers
 from depthroute.cost.inside import roles_read
 from depthroute.model import Decoder, ModelConfig
+from depthroute.model import layer_work as layers
 from depthroute.model.published import K3_LAYERS_PER_BLOCK, LINEAR_LAYERS_PER_BLOCK, kimi_k3, kimi_linear_48b
 from depthroute.residual import AttnResConfig, ResidualConfig
 

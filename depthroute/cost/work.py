@@ -13,9 +13,9 @@ from typing import Any
 
 from depthroute.common.errors import RequestError
 from depthroute.cost.flops import source_counts
-from depthroute.cost.layers import body_products
 from depthroute.cost.reads import site_reads
 from depthroute.model import ModelConfig
+from depthroute.model.layer_work import body_products
 from depthroute.residual import AttnResConfig, PreNormConfig, ResidualConfig
 from depthroute.residual.bank import BankConfig
 from depthroute.residual.delta import DeltaConfig
@@ -66,7 +66,7 @@ def routing_work(model: ModelConfig) -> Work:
 def body_work(model: ModelConfig) -> int:
     """Multiply-adds per token of the body's weights, without embedding, head, attention scores and states (Appendix F, eq. 68).
 
-    `depthroute.cost.layers.layer_products` says what counts where layers have other mixers, or experts.
+    `depthroute.model.layer_work.layer_products` says what counts where layers have other mixers, or experts.
     """
     return body_products(model)
 

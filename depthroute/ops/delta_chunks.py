@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 LONGEST = 64  # tokens of a chunk
 BLOCK = 16  # tokens whose pairs are one product where no channel decays below `WEAKEST` within them
@@ -285,7 +284,7 @@ class _Cut:
     def chunks(self, part: Tensor) -> Tensor:
         missing = -self.tokens % self.length
         if missing:  # zeros at the end write nothing and let the state be
-            part = F.pad(part, (0, 0) * (part.ndim - 3) + (0, missing))
+            part = torch.nn.functional.pad(part, (0, 0) * (part.ndim - 3) + (0, missing))
         part = torch.unflatten(part, 2, (-1, self.length)).movedim(2, 0)
         return part.reshape(part.shape[0], -1, *part.shape[3:]).contiguous()
 

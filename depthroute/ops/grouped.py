@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from depthroute.common.errors import RequestError
 
@@ -87,13 +86,13 @@ class _Collect(torch.autograd.Function):
 
 def summed(rows: Tensor, places: Tensor) -> Tensor:
     """`collect` without a gradient: in one pass, in at least float32."""
-    return F.embedding_bag(places, rows, mode="sum")
+    return torch.nn.functional.embedding_bag(places, rows, mode="sum")
 
 
 def product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """`grouped_product` without a gradient, of real tensors: other operators are made of it."""
     if _kernel_serves(rows, weights.shape[1]):
-        return F.grouped_mm(rows.contiguous(), weights.transpose(1, 2), offs=ends.int())
+        return torch.nn.functional.grouped_mm(rows.contiguous(), weights.transpose(1, 2), offs=ends.int())
     found = rows.new_empty(len(rows), weights.shape[1])
     start = 0
     for weight, end in zip(weights.transpose(1, 2).unbind(), ends.tolist(), strict=True):
@@ -106,7 +105,7 @@ def product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 def outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """left_x^T right_x of the rows of each group: [N, F] and [N, D] to [X, F, D]."""
     if _kernel_serves(left, right.shape[1]):
-        found = F.grouped_mm(left.contiguous().t(), right.contiguous(), offs=ends.int())
+        found = torch.nn.functional.grouped_mm(left.contiguous().t(), right.contiguous(), offs=ends.int())
         empty = ends.diff(prepend=ends.new_zeros(1)) == 0
         return found.masked_fill_(empty[:, None, None], 0)  # the kernel need not write what sums over nothing
     found = left.new_empty(len(ends), left.shape[1], right.shape[1])
@@ -123,7 +122,7 @@ _outer = torch.library.custom_op("depthroute::grouped_outer", outer, mutates_arg
 
 def _kernel_serves(rows: Tensor, others: int) -> bool:
     """Whether torch's grouped kernel takes rows [N, D] and `others` outputs."""
-    if rows.device.type != "cuda" or rows.dtype not in (torch.bfloat16, torch.float16) or not hasattr(F, "grouped_mm"):
+    if rows.device.type != "cuda" or rows.dtype not in (torch.bfloat16, torch.float16) or not hasattr(torch.nn.functional, "grouped_mm"):
         return False
     return rows.shape[1] % ALIGNED == 0 and others % ALIGNED == 0 and len(rows) > 0
 

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from depthroute.common.errors import RequestError
 from depthroute.model import Decoder, ModelConfig
-from depthroute.model.layers import Layer
+from depthroute.model.layer_work import attended, layer_products, state_products
 from depthroute.ops import hold
 from depthroute.parallel.layout import Keeps
 from depthroute.residual import Memory
@@ -140,21 +140,9 @@ def layers_of_chunks(config: ModelConfig, chunks: int) -> tuple[range, ...]:
 
 
 def products(config: ModelConfig, layer: int) -> int:
-    """Multiplications of a token in a layer: with the matrices that it meets, and with what it sees of other tokens."""
-    with torch.device("meta"):
-        parameters = list(Layer(config, layer).parameters())
-    found = 0
-    for parameter in parameters:
-        if parameter.ndim == 3 and config.experts is not None:  # of every expert, and a token meets those that it chose
-            found += parameter[0].numel() * config.experts.chosen
-        elif parameter.ndim > 1:
-            found += parameter.numel()
-    inner = config.body.attention_activation
-    mixer = config.mixer(layer)
-    if mixer == "kda":
-        return found + 3 * inner * config.resolved_head_width  # a state is corrected, written and read
-    beside = 0 if mixer == "softmax" or config.mla is None else config.heads * config.mla.shared_key
-    return found + config.context * (2 * inner + beside) // 2  # half of the context on average
+    """Multiplications of a token in a layer: with the weights that it meets, and with what it sees of other tokens, half of the context on
+    average."""
+    return layer_products(config, layer) + attended(config, layer) * config.context // 2 + state_products(config, layer, chunked=True)
 
 
 def cut(

@@ -166,7 +166,7 @@ def _optimiser(base: Mapping[str, Any]) -> str:
         share = train.get("decay_fraction")
         over = "" if share is None else f" over the last {100 * share:.3g}{NO_BREAK}% of the steps"
         fall = f"constant rate, then linear decay{over},"
-    muon = train.get("optimiser") == "muon"
+    muon = train.get("optimiser") == "muon" or any(group.get("optimiser") == "muon" for group in train.get("groups") or ())
     forms = {
         "learning_rate": "peak learning rate {}",
         "route_rate": "routes at {} times the rate",
@@ -187,7 +187,18 @@ def _optimiser(base: Mapping[str, Any]) -> str:
             )
             words.append(form.format(shown))
     name = "Muon for the matrices of the layers and AdamW for the rest" if muon else "AdamW"
+    if train.get("groups"):
+        name = "; ".join(map(group_words, train["groups"]))
     return f"{name}, {', '.join(words)}" if words else ""
+
+
+def group_words(group: Mapping[str, Any]) -> str:
+    """A group of `train.groups` in words."""
+    name = {"muon": "Muon", "adamw": "AdamW"}.get(str(group.get("optimiser")), str(group.get("optimiser")))
+    rate, decay = group.get("rate", 1.0), group.get("weight_decay")
+    at = "" if rate == 1 else f", {_value(rate)} times the rate"
+    decayed = "" if decay is None else f", weight decay {_value(decay)}"
+    return f"{name}{at}{decayed} for the parameters {group.get('parameters')}"
 
 
 def _machine(study: StoredStudy) -> str:

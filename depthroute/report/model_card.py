@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from depthroute import __version__
+from depthroute.common.config import to_json
 from depthroute.common.files import read_json, read_json_lines
 from depthroute.cost.summary import body_facts
 from depthroute.model import ModelConfig
+from depthroute.report.facts import group_words
 from depthroute.residual import SPECIFICATIONS, AttnResConfig, Method, ResidualConfig
 from depthroute.residual.bank import BLOCK_FIELDS
 from depthroute.train import RunConfig
@@ -118,7 +120,11 @@ def _training(config: RunConfig, environment: dict[str, Any], data: dict[str, An
     yield "Batch", f"{train.sequences:,} sequences of {config.model.context:,} tokens"
     muon = f"Muon, momentum {train.momentum:g}, for the matrices of the layers; for the rest " if train.optimiser == "muon" else ""
     adamw = f"AdamW, betas {train.betas[0]:g} and {train.betas[1]:g}, eps {train.eps:g}, weight decay {train.weight_decay:g}"
-    yield "Optimiser", muon + adamw
+    if train.groups:
+        yield "Optimiser", f"Muon, momentum {train.momentum:g}, and {adamw}, by groups of parameters"
+        yield "Groups", "; ".join(group_words(to_json(group)) for group in train.groups)
+    else:
+        yield "Optimiser", muon + adamw
     rate = f"{train.learning_rate:g} at its peak, {train.schedule}, {train.steps_of_warmup:,} steps of warm-up"
     rates = {"the residual method": train.route_rate, "the matrices of the layers": train.matrix_rate}
     yield "Learning rate", rate + "".join(f"; times {factor:g} for {what}" for what, factor in rates.items() if factor != 1)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from depthroute.common.config import from_json
-from depthroute.cost.layers import attended, state_products
 from depthroute.cost.work import FORMULAS, body_work, routing_work
 from depthroute.model import ModelConfig
+from depthroute.model.layer_work import attended, state_products
 from depthroute.train import RunConfig
 
 OPERATIONS = 2  # a multiply-add is a multiplication and an addition

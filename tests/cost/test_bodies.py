@@ -13,12 +13,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from depthroute.cost import layers
 from depthroute.cost.memory import training_activations
 from depthroute.cost.shapes import published, shape_of
 from depthroute.cost.summary import body_facts, parameter_parts, routing_percent
 from depthroute.cost.work import routing_work
 from depthroute.model import Decoder, ModelConfig
+from depthroute.model import layer_work as layers
 from depthroute.ops.delta_rule import delta_rule_by_token
 from depthroute.residual import parse_residual
 from depthroute.study.compute import token_compute

@@ -163,7 +163,7 @@ def test_what_tensor_parallelism_cannot_share_is_refused(fields: dict[str, Any],
 def test_products_of_layers_that_differ() -> None:
     """Width 12, two heads of 6, convolutions of 3 tokens, a latent vector of 10 beside 4, two of five experts of 7 and a shared one."""
     config = shape(residual_of("prenorm"), **KIMI)
-    kda = 4 * 12 * 12 + 3 * 12 * 3 + 12 * 2 + 2 * (12 * 6 + 6 * 12) + 3 * 12 * 6
+    kda = 4 * 12 * 12 + 3 * 12 * 3 + 12 * 2 + 2 * (12 * 6 + 6 * 12) + 2 * (3 * 6 * 6 + 2 * 64 * 6)
     mla = 12 * 2 * 10 + 12 * (10 + 4) + 2 * 10 * 12 + 12 * 12 + TOKENS * 2 * (10 + 6) // 2
     experts = 5 * 12 + 3 * 12 * 7 * (2 + 1)
     assert [products(config, layer) for layer in range(4)] == [kda + 3 * 12 * 20, mla + experts, kda + experts, mla + experts]

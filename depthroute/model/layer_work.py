@@ -10,9 +10,8 @@ Shapes: D width, H heads, K key-value heads, E head width, I = H E; W tokens of 
 
 from __future__ import annotations
 
-from depthroute.model import ModelConfig
-
-CHUNK = 64  # tokens of a chunk in which a delta rule runs over a sequence, as in the papers' kernels and in `depthroute.ops`
+from depthroute.model.config import ModelConfig
+from depthroute.ops.delta_chunks import LONGEST
 
 
 def body_products(model: ModelConfig) -> int:
@@ -87,15 +86,15 @@ def attended(model: ModelConfig, layer: int, cached: bool = False) -> int:
 def state_products(model: ModelConfig, layer: int, chunked: bool) -> int:
     """Multiply-adds per token of a layer's state with keys, queries and values; 0 where it has none.
 
-    KDA token by token: 3 H E^2, for what the state has under a key, the correction of it, and what a query reads. In chunks of C tokens,
-    with the chunk's own pairs under a causal mask: H (3 E^2 + 2 C E), where the four products of pairs (of keys, of queries with keys, of
-    the corrections' equations and of what is read) take C E / 2 each. The inverse of the C x C triangle of the corrections, C^2 / 6 a token
-    and head by substitution, is left out.
+    KDA token by token: 3 H E^2, for what the state has under a key, the correction of it, and what a query reads. In chunks of C tokens
+    (`LONGEST`), with the chunk's own pairs under a causal mask: H (3 E^2 + 2 C E), where the four products of pairs (of keys, of queries
+    with keys, of the corrections' equations and of what is read) take C E / 2 each. The inverse of the C x C triangle of the corrections,
+    C^2 / 6 a token and head by substitution, is left out.
     """
     if model.mixer(layer) != "kda":
         return 0
     head = model.resolved_head_width
-    return model.heads * (3 * head * head + (2 * CHUNK * head if chunked else 0))
+    return model.heads * (3 * head * head + (2 * LONGEST * head if chunked else 0))
 
 
 def cached(model: ModelConfig, layer: int, whole: bool = False, apart: bool = False) -> int:
