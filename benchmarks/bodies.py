@@ -66,8 +66,8 @@ def layer_step(module: nn.Module, *arguments: Any) -> Callable[[], None]:
     return both_passes(lambda: module(x, *arguments[1:]).output, [x, *trained])
 
 
-def rule(repeats: int) -> list[Row]:
-    """The chunked form and the recurrence on what twelve heads project."""
+def given_to_rule() -> list[Tensor]:
+    """Queries, keys, values, log decays of -0.08 on average, and strengths, of twelve heads."""
     generator = torch.Generator().manual_seed(0)
     heads, width = LAYER.heads, LAYER.resolved_head_width
     query, key, value, gate = (torch.randn(1, heads, SHORT, width, generator=generator) for _ in range(4))
@@ -75,14 +75,38 @@ def rule(repeats: int) -> list[Row]:
         torch.nn.functional.normalize(query, dim=-1) * width**-0.5, torch.nn.functional.normalize(key, dim=-1), value,
         -0.1 * torch.nn.functional.softplus(gate), torch.rand(1, heads, SHORT, generator=generator),
     ]  # fmt: skip
-    given = [one.requires_grad_() for one in given]
+    return [one.requires_grad_() for one in given]
+
+
+def rule(repeats: int) -> list[Row]:
+    """The chunked form and the recurrence on what twelve heads project."""
+    given = given_to_rule()
     forms = {"chunks": delta_rule, "tokens": delta_rule_by_token}
     runs = {name: both_passes(lambda form=form: form(*given)[0], given) for name, form in forms.items()}
     seconds = interleaved(runs, repeats=repeats, warm_up=1)
     lowest, median = ratios(seconds, "tokens", "chunks")
     return [
-        Row(f"KDA, {SHORT:,} tokens: recurrence over chunks (median of pairs)", median, 8, at_most=False, unit="x"),
-        Row(f"KDA, {SHORT:,} tokens: recurrence over chunks (minima)", lowest, unit="x"),
+        Row(f"KDA, {SHORT:,} tokens, mild decays: recurrence over chunks (median of pairs)", median, 8, at_most=False, unit="x"),
+        Row(f"KDA, {SHORT:,} tokens, mild decays: recurrence over chunks (minima)", lowest, unit="x"),
+    ]
+
+
+def decays_and_documents(repeats: int) -> list[Row]:
+    """What strong decays and documents cost the chunked form, which then takes pairs by halves."""
+    mild = given_to_rule()
+    strong = [one.detach().clone().requires_grad_() for one in mild]
+    strong[3] = (50 * strong[3].detach()).requires_grad_()
+    begins = torch.zeros(1, SHORT, dtype=torch.bool)
+    begins[0, ::300] = True
+    runs = {
+        "mild": both_passes(lambda: delta_rule(*mild)[0], mild), "strong": both_passes(lambda: delta_rule(*strong)[0], strong),
+        "documents": both_passes(lambda: delta_rule(*mild, begins=begins)[0], mild),
+    }  # fmt: skip
+    seconds = interleaved(runs, repeats=repeats, warm_up=1)
+    words = {"strong": "strong decays over mild ones", "documents": "documents over one"}
+    return [
+        Row(f"KDA, {SHORT:,} tokens in chunks: {said} (median of pairs)", ratios(seconds, name, "mild")[1], unit="x")
+        for name, said in words.items()
     ]
 
 
@@ -103,7 +127,10 @@ def mixers(tokens: int, target: float, repeats: int) -> list[Row]:
 
 
 def experts(repeats: int) -> list[Row]:
-    """The rate of a mixture in active multiply-adds, router and sorting included in its time, against a dense MLP of that size."""
+    """The rate of a mixture in active multiply-adds, router and sorting included in its time, against a dense MLP of that size.
+
+    The router has its first values: experts are loaded about evenly.
+    """
     x = torch.randn(1, EXPERT_TOKENS, LAYER.width, generator=torch.Generator().manual_seed(2))
     shared = MLP(LAYER, EXPERTS.shared * EXPERTS.width)
     runs = {"experts": layer_step(prepared(Experts(LAYER, shared)), x), "dense": layer_step(prepared(MLP(LAYER)), x)}
@@ -132,6 +159,21 @@ def decoding() -> list[Row]:
         Row("decoding: what KDA carries behind 4,096 tokens over 64", sizes["kda", 4_096] / sizes["kda", 64], 1.0, unit="x"),
         Row("decoding: what the hybrid body carries behind 4,096 tokens over 64", sizes["hybrid", 4_096] / sizes["hybrid", 64], unit="x"),
     ]
+
+
+def latent_steps(repeats: int) -> list[Row]:
+    """One more token of a text, through layers with latent attention and with softmax attention of as many heads."""
+    sizes: dict[str, Any] = {"layers": 2, "heads": 12, "head_width": 128, "width": 896, "mlp_width": 896, "context": 4_096, "vocabulary": 256}
+    bodies = {"softmax": ModelConfig(**sizes), "mla": ModelConfig(**sizes, mixers=("mla",), mla=MLAConfig())}
+    runs: dict[str, Callable[[], object]] = {}
+    for name, config in bodies.items():
+        model = prepared(Decoder(config)).eval()
+        assert isinstance(model, Decoder)
+        session = Session(model)
+        session.prefill([[token % 256 for token in range(2_048)]])
+        runs[name] = lambda session=session: session.step(torch.tensor([1]))
+    seconds = interleaved(runs, repeats=repeats)
+    return [Row("decoding behind 2,048 tokens: latent over softmax attention (median of pairs)", ratios(seconds, "mla", "softmax")[1], unit="x")]
 
 
 def zero_queries() -> list[Row]:
@@ -165,10 +207,12 @@ def main() -> None:
         torch.set_num_threads(given.threads)
     keep_freed_memory()
     rows = rule(max(3, given.repeats // 3))
+    rows += decays_and_documents(max(3, given.repeats // 3))
     rows += mixers(SHORT, 2.5, given.repeats)
     rows += mixers(LONG, 1.0, max(3, given.repeats // 3))
     rows += experts(given.repeats)
     rows += decoding()
+    rows += latent_steps(given.repeats)
     rows += zero_queries()
     finish(rows, given)
 

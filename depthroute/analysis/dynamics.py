@@ -57,7 +57,8 @@ def dynamics(
             "name": name, "residual": config.model.residual.describe(), "layers": config.model.layers, "validation": _validation(run),
             "carried": [row["carried_rms"] for row in rows[2::2]], "gradient": [row["output_gradient_rms"] for row in rows[1::2]],
         })  # fmt: skip
-    result = {"format": FORMAT, "tokens": tokens, "runs": found}
+    measured = sum(window[:, 1:].size for window in windows)
+    result = {"format": FORMAT, "tokens": measured, "runs": found}
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "dynamics.json", result)
     return result

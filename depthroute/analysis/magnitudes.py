@@ -46,8 +46,8 @@ class MagnitudeTotals:
             return
         reads = [inputs] if isinstance(inputs, Tensor) else list(dict.fromkeys(inputs))
         self.read[site] += sum(mean_square(one) for one in reads) / len(reads)
-        sources = getattr(self.model.residual, "sources", None)
-        self.carried[site] += mean_square(reads[0] if sources is None else sources(memory)[-1])
+        newest = self.model.residual.newest(memory)
+        self.carried[site] += mean_square(reads[0] if newest is None else newest)
         if site == self.model.config.body.sublayers:
             self.tokens += reads[0][..., 0].numel()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -75,10 +76,10 @@ class ExpertsConfig:
         if self.chosen > self.number:
             raise RequestError(f"model.experts.chosen = {self.chosen} is more than the {self.number} experts of model.experts.number.")
         for name in ("shared", "dense_layers", "balance_rate"):
-            if not getattr(self, name) >= 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise RequestError(f"model.experts.{name} = {getattr(self, name)} is not allowed; it takes 0 or more.")
-        if not self.scaling > 0:
-            raise RequestError(f"model.experts.scaling = {self.scaling} is not allowed; it must be positive.")
+        if not 0 < self.scaling < math.inf:
+            raise RequestError(f"model.experts.scaling = {self.scaling} is not allowed; it must be positive and finite.")
 
 
 def at_least_one(owner: str, config: object, *names: str) -> None:

@@ -77,9 +77,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         sizes = ("vocabulary", "width", "layers", "heads", "mlp_width", "context", "key_value_heads", "head_width", "attention_window")
         at_least_one("model", self, *sizes)
+        self._check_mixers()
         if self.head_width is None and self.width % self.heads:
             raise RequestError(f"model.heads = {self.heads} does not divide model.width = {self.width}; set model.head_width.")
-        if self.resolved_head_width % 2:
+        if self.rotates and self.resolved_head_width % 2:
             raise RequestError(f"the head width {self.resolved_head_width} is odd; rotary positions need an even one.")
         if self.heads % self.resolved_key_value_heads:
             raise RequestError(f"model.key_value_heads = {self.key_value_heads} does not divide model.heads = {self.heads}.")
@@ -94,7 +95,6 @@ class ModelConfig:
         for number in self.windowed_layers or ():
             if not 0 <= number < self.layers:
                 raise RequestError(f"model.windowed_layers has {number}; the layers are 0 to {self.layers - 1}.")
-        self._check_mixers()
         if self.document_end is not None and not 0 <= self.document_end < self.vocabulary:
             raise RequestError(f"model.document_end = {self.document_end} is not a token; model.vocabulary = {self.vocabulary}.")
         self.residual.check(self.body)
@@ -139,6 +139,11 @@ class ModelConfig:
         if layer == self.layers - 1 and self.last_mixer is not None:
             return self.last_mixer
         return self.mixers[layer % len(self.mixers)]
+
+    @property
+    def rotates(self) -> bool:
+        """Whether any layer has rotary positions."""
+        return any(self.mixer(layer) == "softmax" for layer in range(self.layers))
 
     def has_experts(self, layer: int) -> bool:
         """Whether `layer` (from 0) has a mixture of experts in place of its MLP."""

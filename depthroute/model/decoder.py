@@ -41,9 +41,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = TokenEmbedding(config.vocabulary, config.width, config.init_std)
-        self.rotary = Rotary(
-            config.resolved_head_width, config.context, config.rope_base, config.rope_precision, config.rope_scaling
-        )
+        rotated = config.resolved_head_width if config.rotates else 0  # tables without columns, where nobody reads them
+        self.rotary = Rotary(rotated, config.context, config.rope_base, config.rope_precision, config.rope_scaling)
         self.layers = nn.ModuleList(Layer(config, number) for number in range(config.layers))
         self.residual = config.residual.build(config.body)
         for experts in self.experts.values():

@@ -101,7 +101,11 @@ class LatentAttention(nn.Module):
         matrices = (matrix.weight.view(self.heads, self.head_width, -1) for matrix in (self.key, self.value))
         key_matrix, value_matrix = (matrix.to(query.dtype) for matrix in matrices)
         own, common = torch.split(query, [self.head_width, self.shared_width], dim=-1)
-        absorbed = torch.cat((own @ key_matrix, common), dim=-1)  # [B, H, T, L + R]
         scale = ((self.latent_width + self.shared_width) / (self.head_width + self.shared_width)) ** 0.5  # `attend` divides by the other
-        mixed = attend(absorbed * scale, keys, of_values, sight.full)
+        absorbed = torch.cat((own @ key_matrix, common), dim=-1) * scale  # [B, H, T, L + R]
+        if query.shape[2] == 1:  # all heads attend to the same vectors, as so many tokens of one head
+            mixed = attend(absorbed.transpose(1, 2), keys, of_values, sight.full._replace(causal=False)).transpose(1, 2)
+        else:
+            keys, of_values = (x.expand(-1, self.heads, -1, -1) for x in (keys, of_values))
+            mixed = attend(absorbed, keys, of_values, sight.full)
         return mixed @ value_matrix.transpose(1, 2)

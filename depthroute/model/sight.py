@@ -110,7 +110,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen) -> Tensor:
         mixed = attention(query, key, value, block_mask=seen.blocks, enable_gqa=grouped)
         assert isinstance(mixed, Tensor)
         return mixed
-    return F.scaled_dot_product_attention(query, key, value, seen.allowed, is_causal=seen.causal, enable_gqa=grouped)
+    own, width = value.shape[-1], query.shape[-1]
+    pads = own < width and query.shape[2] > 1 and query.device.type == "cpu"  # else the CPU's attention holds all scores, [B, H, T, C]
+    mixed = F.scaled_dot_product_attention(
+        query, key, F.pad(value, (0, width - own)) if pads else value, seen.allowed, is_causal=seen.causal, enable_gqa=grouped
+    )
+    return mixed[..., :own] if pads else mixed
 
 
 def _documents(begins: Tensor, first: Tensor, window: int | None, masking: Masking) -> Seen:

@@ -3,7 +3,7 @@
 from depthroute.ops.attention import depth_attention
 from depthroute.ops.delta_rule import delta_rule, delta_rule_by_token
 from depthroute.ops.form import DepthRead
-from depthroute.ops.grouped import collect, grouped_product
+from depthroute.ops.grouped import collect
 from depthroute.ops.held import hold
 from depthroute.ops.mixing import weighted_sum
 from depthroute.ops.native import missing as kernel_unavailable
@@ -22,7 +22,6 @@ __all__ = [
     "delta_rule",
     "delta_rule_by_token",
     "depth_attention",
-    "grouped_product",
     "hold",
     "into_experts",
     "kernel_unavailable",

@@ -35,15 +35,20 @@ def in_chunks(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, state: Tensor, begins: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """What each token reads, [B, H, T, V], and the last state, of inputs in one exact dtype. See `delta_rule`."""
-    read, last, *_ = torch.ops.depthroute.delta_chunks(query, key, value, log_decay, strength, state, begins)
+    inputs = (query, key, value, log_decay, strength, state)
+    keeps = torch.is_grad_enabled() and any(one.requires_grad for one in inputs)
+    read, last, *_ = torch.ops.depthroute.delta_chunks(*inputs, begins, keeps)
     return read, last
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, state: Tensor, begins: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, state: Tensor, begins: Tensor | None, keeps: bool
 ) -> tuple[Tensor, ...]:
-    """O and the last state, and for `_backward` P and A, (I + diag(b) A)^-T, each chunk's S, Z and U: [N R, ...], portion by portion."""
-    read, last, *saved = _forward_shapes(query, key, value, log_decay, strength, state, begins)
+    """O and the last state, and for `_backward` P and A, (I + diag(b) A)^-T, each chunk's S, Z and U: [N R, ...], portion by portion.
+
+    `keeps`: whether there will be a backward pass; else those are empty.
+    """
+    read, last, *saved = _forward_shapes(query, key, value, log_decay, strength, state, begins, keeps)
     with torch.autocast(query.device.type, enabled=False):
         for cut, masks, parts in _portions(query, value, begins, saved):
             both, values, decays, strengths = _given(cut, query, key, value, log_decay, strength)
@@ -189,7 +194,10 @@ def _started(log_decay: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def _whole_blocks(log_decay: Tensor) -> int:
-    """Tokens of the blocks whose pairs are made at once; 1 where decays are too strong for it, and where to ask would stop a GPU."""
+    """Tokens of the blocks whose pairs are made at once; 1 where decays are too strong for it, and where to ask would stop a GPU.
+
+    It is one answer for all, so a strong decay changes how others are rounded, earlier tokens and other rows too.
+    """
     if log_decay.device.type != "cpu" or log_decay.shape[2] < BLOCK:
         return 1
     blocks = log_decay.view(*log_decay.shape[:2], -1, BLOCK, log_decay.shape[3])
@@ -317,8 +325,9 @@ def _portions(
             document = cut.chunks(begins[:, None, :, None].expand(-1, count, -1, -1)).cumsum(-2)
             same, opening, closing = document == document.mT, document == 0, document == document[..., -1:, :]
         chunks = -(-tokens // cut.length)
-        place = slice(batch * start * chunks, batch * cut.heads.stop * chunks)
-        yield cut, (same, opening, closing), [torch.unflatten(one[place], 0, (chunks, batch * count)) for one in saved]
+        rows = slice(batch * start * chunks, batch * cut.heads.stop * chunks)
+        places = [one[rows] if len(one) else one.new_empty(rows.stop - rows.start, *one.shape[1:]) for one in saved]
+        yield cut, (same, opening, closing), [torch.unflatten(place, 0, (chunks, batch * count)) for place in places]
 
 
 def _given(
@@ -331,11 +340,11 @@ def _given(
 
 
 def _forward_shapes(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, state: Tensor, begins: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, state: Tensor, begins: Tensor | None, keeps: bool
 ) -> tuple[Tensor, ...]:
     batch, heads, tokens, _ = query.shape
     length = _Cut(slice(None), tokens).length
-    rows, new = batch * heads * -(-tokens // length), query.new_empty
+    rows, new = batch * heads * -(-tokens // length) if keeps else 0, query.new_empty
     met, missed, wrote = new(rows, *state.shape[2:]), *(new(rows, length, value.shape[-1]) for _ in range(2))
     pairs, solved = new(rows, length, 2, length), new(rows, length, length)
     return torch.empty_like(value), torch.empty_like(state), pairs, solved, met, missed, wrote
@@ -348,7 +357,7 @@ def _backward_shapes(
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, log_decay, strength, _, begins = inputs
+    query, key, value, log_decay, strength, _, begins, _ = inputs
     ctx.save_for_backward(query, key, value, log_decay, strength, begins, *output[2:])
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
@@ -359,7 +368,7 @@ def _gradients(ctx: Any, d_read: Tensor | None, d_last: Tensor | None, *_: None)
     query, _, value, *_ = saved
     d_read = torch.zeros_like(value) if d_read is None else d_read
     d_last = value.new_zeros(*query.shape[:2], query.shape[-1], value.shape[-1]) if d_last is None else d_last
-    return *torch.ops.depthroute.delta_chunks_backward(d_read, d_last, *saved), None
+    return *torch.ops.depthroute.delta_chunks_backward(d_read, d_last, *saved), None, None
 
 
 def _register() -> None:
@@ -368,7 +377,7 @@ def _register() -> None:
     saved = "Tensor pairs, Tensor solved, Tensor met, Tensor missed, Tensor wrote"
     forward = torch.library.custom_op(
         "depthroute::delta_chunks", _forward, mutates_args=(),
-        schema=f"({given}, Tensor state, Tensor? begins) -> ({', '.join(['Tensor'] * 7)})",
+        schema=f"({given}, Tensor state, Tensor? begins, bool keeps) -> ({', '.join(['Tensor'] * 7)})",
     )  # fmt: skip
     backward = torch.library.custom_op(
         "depthroute::delta_chunks_backward", _backward, mutates_args=(),

@@ -1,7 +1,6 @@
-"""Products of sorted rows with one matrix a group, and the way from tokens to such rows and back: what a mixture of experts computes.
+"""Products of sorted rows with one matrix a group, and the way from tokens to such rows and back: what a mixture of experts is made of.
 
-How many rows a group has is known only while it runs. The operators here hide that: their results have static shapes, so `torch.compile`
-and fake tensors see nothing of it.
+How many rows a group has is known only while it runs; `routed` hides that behind operators whose results have static shapes.
 
 Shapes: N rows, X groups (ends: [X]), D inputs, F outputs, T tokens, K rows of a token (N = T K).
 """
@@ -13,31 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthroute.common.errors import RequestError
-
 ALIGNED = 8  # numbers of 16 bits: the grouped kernels of CUDA read 16 bytes at a time
-
-
-def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """The rows of group x times the matrix of group x: [N, D] to [N, F], in the dtype of `F.linear`, autocast included.
-
-    Differentiable once in rows and weights. A group without rows has a weight gradient of zeros.
-
-    Args:
-        rows: [N, D], sorted by group.
-        weights: [X, F, D], each laid out as that of `nn.Linear`.
-        ends: int64 or int32 [X]: group x has the rows ends[x - 1] to ends[x] - 1, and the last end is N.
-
-    Raises:
-        RequestError: shapes that do not fit.
-    """
-    if rows.ndim != 2 or weights.ndim != 3 or rows.shape[1] != weights.shape[2] or ends.shape != weights.shape[:1]:
-        raise RequestError(
-            f"grouped_product takes rows [N, D], weights [X, F, D] and ends [X], not {list(rows.shape)}, {list(weights.shape)} and "
-            f"{list(ends.shape)}."
-        )
-    found: Tensor = torch.ops.depthroute.grouped_product(*as_autocast(rows, weights), ends)
-    return found
 
 
 def as_autocast(*operands: Tensor) -> tuple[Tensor, ...]:
@@ -90,7 +65,10 @@ def summed(rows: Tensor, places: Tensor) -> Tensor:
 
 
 def product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_product` without a gradient, of real tensors: other operators are made of it."""
+    """The rows of group x times the matrix of group x, without a gradient: [N, D] and [X, F, D] to [N, F].
+
+    `ends`: int64 [X], group x has the rows ends[x - 1] to ends[x] - 1, and the last end is N.
+    """
     if _kernel_serves(rows, weights.shape[1]):
         return torch.nn.functional.grouped_mm(rows.contiguous(), weights.transpose(1, 2), offs=ends.int())
     found = rows.new_empty(len(rows), weights.shape[1])
@@ -116,39 +94,8 @@ def outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return found
 
 
-_product = torch.library.custom_op("depthroute::grouped_product", product, mutates_args=())
-_outer = torch.library.custom_op("depthroute::grouped_outer", outer, mutates_args=())
-
-
 def _kernel_serves(rows: Tensor, others: int) -> bool:
     """Whether torch's grouped kernel takes rows [N, D] and `others` outputs."""
     if rows.device.type != "cuda" or rows.dtype not in (torch.bfloat16, torch.float16) or not hasattr(torch.nn.functional, "grouped_mm"):
         return False
     return rows.shape[1] % ALIGNED == 0 and others % ALIGNED == 0 and len(rows) > 0
-
-
-@_product.register_fake
-def _(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0], weights.shape[1])
-
-
-@_outer.register_fake
-def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    rows, weights, ends = ctx.saved_tensors
-    of_rows, of_weights, _ = ctx.needs_input_grad
-    return (
-        _product(gradient, weights.transpose(1, 2), ends) if of_rows else None,
-        _outer(gradient, rows, ends) if of_weights else None,
-        None,
-    )
-
-
-_product.register_autograd(_gradients, setup_context=_keep)

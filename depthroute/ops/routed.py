@@ -1,8 +1,8 @@
 """The products of a mixture of experts, from tokens to sorted rows and back, without a copy of the tokens for each of their experts.
 
 On the CPU a group's tokens are gathered into a small buffer that stays in the cache, right before its matrices need them, and its outputs
-are added to their tokens from one: large tensors that are written once and read once would cost a fifth of the time. Elsewhere this is
-`spread`, `grouped_product` and `collect`.
+are added to their tokens from one: large tensors that are written once and read once would cost a fifth of the time. Elsewhere all rows are
+gathered, multiplied group by group and added back at once.
 
 Shapes: T tokens, K experts of a token, X experts, N = T K rows sorted by expert, D width, F width of an expert.
 """

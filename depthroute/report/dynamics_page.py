@@ -10,7 +10,7 @@ from depthroute.common.errors import RequestError
 from depthroute.common.files import read_json, write_text
 from depthroute.report import numbers
 from depthroute.report.analysis_depth_plots import Line, depth_panel, finite
-from depthroute.report.document import Bullets, Document, FigureBlock, Panel, Section, Table
+from depthroute.report.document import Bullets, Document, FigureBlock, Section, Table
 from depthroute.report.html_page import render_html
 
 FORMAT = 1
@@ -47,9 +47,13 @@ def check_runs(number: int) -> None:
 def _document(data: Mapping[str, Any]) -> Document:
     runs: Sequence[Mapping[str, Any]] = data["runs"]
     panels = [
-        _panel("loss", "Validation loss", "nats per token", _curves(runs), "step", log=False),
-        _panel("carried", "Magnitude by depth", "what a layer hands on, root mean square", _by_layer(runs, "carried"), "layer", log=True),
-        _panel("gradient", "Gradient by depth", "of the loss, by what a layer wrote", _by_layer(runs, "gradient"), "layer", log=True),
+        depth_panel("loss", "Validation loss", "nats per token", _curves(runs), xlabel="step"),
+        depth_panel(
+            "carried", "Magnitude by depth", "what a layer hands on, root mean square", _by_layer(runs, "carried"), log=True, xlabel="layer"
+        ),
+        depth_panel(
+            "gradient", "Gradient by depth", "of the loss, by what a layer wrote", _by_layer(runs, "gradient"), log=True, xlabel="layer"
+        ),
     ]
     figure = FigureBlock(
         "Training dynamics.",
@@ -68,10 +72,6 @@ def _document(data: Mapping[str, Any]) -> Document:
         lead_blocks=[],
         sections=[Section("dynamics", "Loss, magnitude, gradient", [figure, table]), Section("limits", "Limits", [Bullets(LIMITS)])],
     )
-
-
-def _panel(name: str, title: str, subtitle: str, lines: Sequence[Line], xlabel: str, *, log: bool) -> Panel | None:
-    return depth_panel(name, title, subtitle, lines, log=log, xlabel=xlabel)
 
 
 def _curves(runs: Sequence[Mapping[str, Any]]) -> list[Line]:

@@ -165,6 +165,10 @@ class SourceBank(Residual):
         """What the next site reads."""
         return self.within(memory.sources())
 
+    def newest(self, memory: Bank) -> Tensor:
+        """The last of the sources, or the stream where it is kept beside them."""
+        return memory.sources()[-1] if memory.stream is None else memory.stream
+
     def within(self, sources: tuple[Any, ...], room_for: int = 0) -> tuple[Any, ...]:
         """The embedding and the newest sources of the window, with room for some that are yet to come."""
         if self.bank.window is None or len(sources) <= (kept := self.bank.window - room_for) + 1:

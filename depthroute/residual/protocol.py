@@ -214,6 +214,10 @@ class Residual(nn.Module, abc.ABC):
         assert isinstance(inputs, Tensor)
         return inputs
 
+    def newest(self, memory: Memory) -> Tensor | None:
+        """What the sub-layers so far hand on, [..., D]: the newest source, as an open block's sum. None: what the next site reads."""
+        return None
+
     def hand_over(self, memory: Memory) -> Memory:
         """The memory as it goes to the process that reads the next sites: without what that one can make of the rest."""
         return memory

@@ -41,7 +41,7 @@ def test_what_layers_hand_on(trained_run: Path, kimi_run: Path, tmp_path: Path) 
         handed = []
 
         def observe(site: int, memory: object, model: torch.nn.Module = model, handed: list[float] = handed) -> None:
-            newest = memory if isinstance(memory, torch.Tensor) else model.residual.sources(memory)[-1]
+            newest = memory if isinstance(memory, torch.Tensor) else memory.sources()[-1]
             handed.append(newest.square().mean().sqrt().item())
 
         with torch.no_grad():
