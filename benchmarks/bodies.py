@@ -163,8 +163,8 @@ def decoding() -> list[Row]:
 
 def latent_steps(repeats: int) -> list[Row]:
     """One more token of a text, through layers with latent attention and with softmax attention of as many heads."""
-    sizes: dict[str, Any] = {"layers": 2, "heads": 12, "head_width": 128, "width": 896, "mlp_width": 896, "context": 4_096, "vocabulary": 256}
-    bodies = {"softmax": ModelConfig(**sizes), "mla": ModelConfig(**sizes, mixers=("mla",), mla=MLAConfig())}
+    softmax = ModelConfig(vocabulary=256, width=896, layers=2, heads=12, head_width=128, mlp_width=896, context=4_096)
+    bodies = {"softmax": softmax, "mla": replace(softmax, mixers=("mla",), mla=MLAConfig())}
     runs: dict[str, Callable[[], object]] = {}
     for name, config in bodies.items():
         model = prepared(Decoder(config)).eval()
@@ -173,7 +173,8 @@ def latent_steps(repeats: int) -> list[Row]:
         session.prefill([[token % 256 for token in range(2_048)]])
         runs[name] = lambda session=session: session.step(torch.tensor([1]))
     seconds = interleaved(runs, repeats=repeats)
-    return [Row("decoding behind 2,048 tokens: latent over softmax attention (median of pairs)", ratios(seconds, "mla", "softmax")[1], unit="x")]
+    measure = "decoding behind 2,048 tokens: latent over softmax attention (median of pairs)"
+    return [Row(measure, ratios(seconds, "mla", "softmax")[1], unit="x")]
 
 
 def zero_queries() -> list[Row]:
