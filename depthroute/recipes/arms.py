@@ -10,7 +10,7 @@ from typing import Any
 from depthroute.common.errors import RequestError
 from depthroute.recipes.base import Recipe, run_of
 from depthroute.study.plan import Arm
-from depthroute.train import RunConfig
+from depthroute.train import RunConfig, TrainConfig
 
 # When the Role-Decoupled paper evaluates (C.2): after 0.25, 0.5, 1 and 2 of 2 billion tokens.
 SHARES = (1 / 8, 1 / 4, 1 / 2, 1)
@@ -60,6 +60,14 @@ def boundary(run: RunConfig, seeds: int, *more: str) -> str:
     model, tokens = run.model, run.train.steps * run.tokens_per_step
     words = f"one corpus, {model.layers} layers x {model.width}, context {model.context:,}, {tokens:,} tokens"
     return ", ".join((words, f"{seeds} seed{'s' if seeds != 1 else ''}", *more))
+
+
+def optimiser_words(train: TrainConfig) -> str:
+    """What trains the matrices, for a boundary."""
+    if not train.uses_muon:
+        return "AdamW on every matrix"
+    rates = [group.rate for group in train.groups if group.optimiser == "muon"] or [train.matrix_rate]
+    return f"Muon on matrices at {train.learning_rate * rates[0]:g}, AdamW elsewhere at {train.learning_rate:g}"
 
 
 def run_of_arm(arm: Arm) -> RunConfig:

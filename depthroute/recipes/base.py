@@ -55,6 +55,8 @@ def run_of(
     plain = RunConfig(model=recipe.model(PreNormConfig()), train=recipe.train, data=str(data))
     method = parse_residual(residual or recipe.residual, recipe.attnres)
     changes: dict[str, Any] = {"model.residual": method, "model.vocabulary": vocabulary or plain.model.vocabulary}
-    if recipe.masks_documents and end is not None:
-        changes["model.document_end"] = end
+    if recipe.masks_documents:
+        size = int((settings or {}).get("model.vocabulary", changes["model.vocabulary"]))
+        # Of a vocabulary without data, as for a cost, any end does that it has.
+        changes["model.document_end"] = min(plain.model.document_end or 0, size - 1) if end is None else end
     return override(plain, {**changes, **(settings or {})})

@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from depthroute.common.errors import RequestError
 from depthroute.recipes import kimi
-from depthroute.recipes.arms import boundary, run_in, run_of_arm
+from depthroute.recipes.arms import boundary, optimiser_words, run_in, run_of_arm
 from depthroute.recipes.attention_residuals_shapes import TABLE_2, size_body
 from depthroute.recipes.base import Recipe
 from depthroute.recipes.forms import Form
@@ -55,9 +56,15 @@ def bodies_study(
         settings: dotted changes applied to every arm.
 
     Raises:
-        RequestError: a setting that is not one, or one of `model.kda`, `model.mla`, `model.experts`, which the dense body lacks.
+        RequestError: a setting that is not one, one of `model.kda`, `model.mla`, `model.experts`, which the dense body lacks, or
+            `model.mlp_width`, which is not the same in both.
     """
     seeds, arms = seeds or SEEDS, {}
+    if "model.mlp_width" in (settings or {}):
+        raise RequestError(
+            "model.mlp_width is the whole MLP of the dense body and one layer's of the other, so that their active parameters would "
+            "differ; leave it out."
+        )
     for body, made in bodies_of(form).items():
         for method, label in METHODS.items():
             printed = Reference(value=TABLE_2[SIZE].baseline if method == "prenorm" else TABLE_2[SIZE].block, source=PAPER)
@@ -72,13 +79,14 @@ def bodies_study(
     claims = tuple(
         Claim(
             text=f"Block AttnRes has a lower loss than PreNorm in {words}", kind="lower", arm=f"block-{body}", parent=f"prenorm-{body}",
-            boundary=boundary(run_of_arm(arms[f"block-{body}"]), len(seeds), "Muon"), paper=effect if body == "kimi" else None,
+            boundary=boundary(run_of_arm(arms[f"block-{body}"]), len(seeds), optimiser_words(run_of_arm(arms[f"block-{body}"]).train)),
+            paper=effect if body == "kimi" else None,
         )
         for body, words in reversed(BODIES.items())
     )  # fmt: skip
     return Study(
         name="Block AttnRes in a dense and in a Kimi body",
-        question="On the same tokens in the same order: does Block AttnRes bring in a dense body what it brings in the body of its paper?",
+        question="On the same tokens in the same order: what does Block AttnRes bring in a dense body, and what in the body of its paper?",
         base=run_of_arm(arms["prenorm-kimi"]),
         arms=arms,
         comparisons=tuple((claim.arm, claim.parent) for claim in claims),

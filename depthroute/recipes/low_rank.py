@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from depthroute.model import ModelConfig
-from depthroute.recipes.arms import boundary, run_in
+from depthroute.recipes.arms import boundary, optimiser_words, run_in
 from depthroute.recipes.base import Recipe
 from depthroute.recipes.forms import Form
 from depthroute.recipes.models import RECIPES
@@ -176,7 +176,7 @@ def _pairs() -> Iterator[tuple[str, str]]:
 
 def _claims(run: RunConfig, seeds: int) -> tuple[Claim, ...]:
     """What the paper says in words. The first is about the repeated pair; one pair gives the others a direction and no interval."""
-    optimiser = "Muon on matrices" if run.train.groups else "AdamW on every matrix"
+    optimiser = optimiser_words(run.train)
     several, one = boundary(run, seeds, optimiser), boundary(run, 1, optimiser)
 
     def claim(kind: Any, arm: str, parent: str, text: str, effect: float, where: str) -> Claim:

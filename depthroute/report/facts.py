@@ -170,7 +170,7 @@ def _optimiser(base: Mapping[str, Any]) -> str:
     forms = {
         "learning_rate": "peak learning rate {}",
         "route_rate": "routes at {} times the rate",
-        **({"matrix_rate": "matrices of the layers at {} times the rate", "momentum": "momentum {}"} if muon else {}),
+        **({"matrix_rate": "matrices of the layers at {} times the rate", "momentum": "Muon's momentum {}"} if muon else {}),
         "betas": "betas {}",
         "weight_decay": "weight decay {}",
         "gradient_clip": "gradients clipped at norm {}",
@@ -178,6 +178,9 @@ def _optimiser(base: Mapping[str, Any]) -> str:
         "warmup_steps": "linear warm-up over {} steps",
         "final_fraction": f"{fall} to {{}}{NO_BREAK}% of the peak",
     }
+    groups = train.get("groups") or ()
+    if groups and all(group.get("weight_decay") is not None for group in groups):
+        del forms["weight_decay"]  # each has its own
     words = []
     for key, form in forms.items():
         value = train.get(key)
@@ -187,8 +190,8 @@ def _optimiser(base: Mapping[str, Any]) -> str:
             )
             words.append(form.format(shown))
     name = "Muon for the matrices of the layers and AdamW for the rest" if muon else "AdamW"
-    if train.get("groups"):
-        name = "; ".join(map(group_words, train["groups"]))
+    if groups:
+        name = "; ".join(map(group_words, groups))
     return f"{name}, {', '.join(words)}" if words else ""
 
 

@@ -228,8 +228,8 @@ def _taken_over(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
     taken = {}
     for name, arm in arms.items():
         if arm["trunk"] is not None:
-            branch, trunk = (from_json(RunConfig, entry["config"]) for entry in (arm, arms[arm["trunk"]]))
             with suppress(RequestError):  # by another version's rules: the study says so when it comes to this cell
+                branch, trunk = (from_json(RunConfig, entry["config"]) for entry in (arm, arms[arm["trunk"]]))
                 taken[name] = branch_step(branch, trunk)
     return taken
 
@@ -243,7 +243,10 @@ def _study_seconds_left(
     at_once = sum(cell.state == "running" for cell in states)
     if not measured or not at_once:
         return None
-    work = {name: _multiplications(arm["config"]) for name, arm in arms.items()}
+    try:
+        work = {name: _multiplications(arm["config"]) for name, arm in arms.items()}
+    except RequestError:  # a method that this process does not know: how long its cells take cannot be said before one is measured
+        return None
     per_work = statistics.median(seconds / work[cell.arm] for cell, seconds in measured)
     pace = {
         name: statistics.median([seconds for cell, seconds in measured if cell.arm == name] or [work[name] * per_work]) for name in arms

@@ -24,7 +24,7 @@ class ParameterGroup:
         parameters: A regular expression that a name matches as a whole, such as "layers[.].*[.]mlp[.].*".
         optimiser: "adamw", or "muon" for matrices of linear maps inside the layers, those of experts too.
         rate: What the learning rate is multiplied by, and with it the weight decay.
-        weight_decay: None is that of the run. It applies to what that one does: to matrices only, never to route queries or gains.
+        weight_decay: None is that of the run. It applies to what that one does.
     """
 
     parameters: str
@@ -65,7 +65,7 @@ class TrainConfig:
             its name; each must be in one, and each group must have one. They say what `optimiser`, `matrix_rate` and `route_rate` say
             otherwise, which are then left at their defaults. Empty: the groups that those three make.
         betas, eps: AdamW's.
-        weight_decay: Of AdamW and Muon. It applies to matrices only, never to route queries or gains.
+        weight_decay: Of AdamW and Muon. It applies to matrices, convolutions and routers, never to vectors: gains, decays, route queries.
         schedule: What the learning rate does after the warm-up (`depthroute.train.schedule` has the formulas). "cosine" falls from there to
             the end; "wsd" stays at the peak, and falls linearly over the last steps. Runs of "wsd" that differ only in `steps` and in how
             they end are the same until the first of them decays, if their warm-up is given in steps (`depthroute.train.branch`).
@@ -153,6 +153,11 @@ class TrainConfig:
         self._check_steps("keep_checkpoints", self.keep_checkpoints, "keep the newest only")
 
     @property
+    def uses_muon(self) -> bool:
+        """Whether any parameter is Muon's."""
+        return self.optimiser == "muon" or any(group.optimiser == "muon" for group in self.groups)
+
+    @property
     def steps_of_warmup(self) -> int:
         """Steps of the warm-up, however it is given."""
         if self.warmup_fraction is not None:
@@ -170,11 +175,11 @@ class TrainConfig:
             if self.groups and getattr(self, name) != default:
                 raise RequestError(
                     f"train.{name} = {getattr(self, name)!r} does not go with train.groups, of which each has its own optimiser and rate: "
-                    f"leave it at {default}, or set train.groups=[]."
+                    f"leave it at {default} and set that in the groups (routes are 'residual[.].*'), or leave train.groups empty."
                 )
 
     def _check_muon(self) -> None:
-        if any(group.optimiser == "muon" for group in self.groups):
+        if self.uses_muon and self.groups:
             return
         has_none, instead = f"train.optimiser = {self.optimiser!r} has none", "set train.optimiser=muon"
         if self.groups:

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from depthroute.common.errors import RequestError
 from depthroute.model import Decoder, ModelConfig
 from depthroute.model.published import kimi_linear_48b
 from depthroute.recipes import recipe
 from depthroute.recipes.attention_residuals_shapes import TABLE_2, size_body
 from depthroute.recipes.bodies import bodies_study
+from depthroute.recipes.models import RECIPES
 from depthroute.residual import AttnResConfig, PreNormConfig
 
 # Active parameters without embedding and head, in percent beside what is printed. Nothing was fitted: 64 experts, and a dense layer as wide
@@ -72,3 +74,16 @@ def test_block_is_compared_with_prenorm_within_a_body_and_bodies_are_trained_ali
     assert len({run.train for run in runs.values()}) == 1 and next(iter(runs.values())).train.optimiser == "muon"
     assert {name: run.model.experts is not None for name, run in runs.items()} == {name: name.endswith("kimi") for name in runs}
     assert runs["block-kimi"].model.residual == runs["block-dense"].model.residual == AttnResConfig(block=4)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("kimi")])
+def test_biases_can_cross_the_scores_within_a_run(name: str) -> None:
+    """A score is between 0 and 1, so a bias that moves by less in all steps cannot bring a lost expert back."""
+    made = RECIPES[name]
+    experts = made.model(PreNormConfig()).experts
+    assert experts is not None and experts.balance_rate * made.train.steps > 2
+
+
+def test_widths_that_would_part_the_bodies_are_refused() -> None:
+    with pytest.raises(RequestError, match="mlp_width is the whole MLP of the dense body"):
+        bodies_study(Path("none"), settings={"model.mlp_width": "240"})

@@ -49,8 +49,17 @@ def test_documents_are_masked_at_the_end_that_the_data_has() -> None:
     assert (run.model.vocabulary, run.model.document_end) == (300, 7)
     assert run_of(made, data, end=7, settings={"model.document_end": "none"}).model.document_end is None
     assert run_of(recipe("small"), data, vocabulary=300, end=7).model.document_end is None
-    with pytest.raises(RequestError, match="document_end = 100257 is not a token"):
-        run_of(made, data, vocabulary=300)
+    # without data, as for a cost, of any vocabulary
+    for given in ({"vocabulary": 300}, {"settings": {"model.vocabulary": "300"}}):
+        assert run_of(made, data, **given).model.document_end == 299
+
+
+def test_settings_that_would_make_both_optimisers_one_are_refused() -> None:
+    with pytest.raises(RequestError, match="leaves the arms 'Muon on matrices' without that"):
+        low_rank_recipe_study(Path("none"), settings={"train.groups": "[]"})
+    study = low_rank_recipe_study(Path("none"), settings={"train.momentum": "0.9"})
+    assert {study.config_of(f"prenorm-{name}").train.momentum for name in ("muon", "adamw")} == {0.9, 0.95}
+    assert study.claims[-1].boundary.endswith("Muon on matrices at 0.004, AdamW elsewhere at 0.004 against AdamW on every matrix")
 
 
 def test_every_study_takes_the_end_of_its_data() -> None:
