@@ -59,7 +59,7 @@ def test_settings_that_would_make_both_optimisers_one_are_refused() -> None:
         low_rank_recipe_study(Path("none"), settings={"train.groups": "[]"})
     study = low_rank_recipe_study(Path("none"), settings={"train.momentum": "0.9"})
     assert {study.config_of(f"prenorm-{name}").train.momentum for name in ("muon", "adamw")} == {0.9, 0.95}
-    assert study.claims[-1].boundary.endswith("Muon on matrices at 0.004, AdamW elsewhere at 0.004 against AdamW on every matrix")
+    assert study.claims[-1].boundary.endswith("Muon on matrices at 0.0035, AdamW elsewhere at 0.0035 against AdamW on every matrix")
 
 
 def test_every_study_takes_the_end_of_its_data() -> None:
