@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any, get_args
 
+from depthroute.common.config import to_json
 from depthroute.common.errors import RequestError
+from depthroute.cost.body_words import body_facts
 from depthroute.cost.estimate import (
     BYTES,
     Bank,
@@ -32,7 +34,7 @@ from depthroute.cost.memory import training_activations
 from depthroute.cost.pipeline import cached_formula, cached_with_own_formula, naive_formula, plain_stream
 from depthroute.cost.recorded import carried_numbers
 from depthroute.cost.shapes import Shape
-from depthroute.cost.summary import body_facts, parameter_parts, residual_parameters
+from depthroute.cost.summary import parameter_parts, residual_parameters
 from depthroute.cost.traffic import FORMULAS, least_traffic, table_traffic
 from depthroute.cost.work import body_work, routing_work
 from depthroute.model import ModelConfig
@@ -165,7 +167,7 @@ def method_sheet(shape: Shape) -> dict[str, Facts]:
 
 def _shape(shape: Shape) -> Facts:
     body = shape.body
-    return {"layers": body.layers, "width": body.width, **body_facts(body), "residual": body.residual.describe()}
+    return {"layers": body.layers, "width": body.width, **body_facts(to_json(body)), "residual": body.residual.describe()}
 
 
 def _parameters(shape: Shape) -> Facts:

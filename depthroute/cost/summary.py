@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import Any
 
+from depthroute.common.config import to_json
+from depthroute.cost.body_words import body_facts
 from depthroute.cost.shapes import shape_of
 from depthroute.cost.work import FORMULAS, body_work, routing_work
 from depthroute.model import Decoder, ModelConfig
-from depthroute.model.bodies import ExpertsConfig, MixerName
-
-MIXER_NAMES: dict[MixerName, str] = {"softmax": "softmax", "kda": "KDA", "mla": "MLA"}
 
 
 def model_facts(config: ModelConfig) -> dict[str, Any]:
@@ -29,7 +27,7 @@ def model_facts(config: ModelConfig) -> dict[str, Any]:
         "width": config.width,
         "heads": config.heads,
         "mlp_width": config.mlp_width,
-        **body_facts(config),
+        **body_facts(to_json(config)),
         "context": config.context,
         "vocabulary": config.vocabulary,
         "residual": config.residual.describe(),
@@ -58,36 +56,6 @@ def parameter_parts(config: ModelConfig) -> dict[str, int]:
             part = "norms" if any(step.endswith("norm") for step in path) else "experts" if routed else path[2]
         parts[part] += parameter.numel()
     return parts | {"total": sum(parts.values())}
-
-
-def body_facts(config: ModelConfig) -> dict[str, str]:
-    """What a body has in place of softmax attention and dense MLPs, in words; nothing of a body that has not."""
-    facts = {}
-    if config.kda is not None or config.mla is not None:
-        facts["mixers"] = mixers_in_words(config)
-    if config.experts is not None:
-        facts["experts"] = experts_in_words(config.experts)
-    if config.activation != "swiglu":
-        facts["activation"] = config.activation
-    if config.document_end is not None:
-        facts["documents"] = "do not see each other"
-    return facts
-
-
-def mixers_in_words(config: ModelConfig) -> str:
-    """The mixers in the order in which they repeat, such as "3 KDA : 1 MLA", and the last one where it is another."""
-    runs = [(name, len(list(run))) for name, run in groupby(config.mixers)]
-    words = " : ".join(f"{count} {MIXER_NAMES[name]}" for name, count in runs) if len(runs) > 1 else MIXER_NAMES[runs[0][0]]
-    last = config.mixer(config.layers - 1)
-    return words if last == config.mixers[(config.layers - 1) % len(config.mixers)] else f"{words}, last {MIXER_NAMES[last]}"
-
-
-def experts_in_words(experts: ExpertsConfig) -> str:
-    """Such as "8 of 256 + 1 shared x 1,024", and what else is not as usual."""
-    shared = f" + {experts.shared} shared" if experts.shared else ""
-    latent = f" in a latent width of {experts.latent:,}" if experts.latent else ""
-    dense = f", behind {experts.dense_layers} dense" if experts.dense_layers else ""
-    return f"{experts.chosen} of {experts.number}{shared} x {experts.width:,}{latent}{dense}"
 
 
 def residual_parameters(config: ModelConfig) -> int:

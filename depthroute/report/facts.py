@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from depthroute.common.config import from_json
-from depthroute.common.errors import RequestError
-from depthroute.cost.summary import body_facts
-from depthroute.model import ModelConfig
+from depthroute.cost.body_words import body_facts
 from depthroute.report import numbers
 from depthroute.report.document import Block, Code, Details, Facts, Inline, Note, Paragraph, Strong, Table, Text
 from depthroute.report.numbers import NO_BREAK, NONE
@@ -141,11 +138,7 @@ def _model(base: Mapping[str, Any]) -> str:
 
 def _body(model: Mapping[str, Any]) -> list[str]:
     """What the layers have in place of softmax attention and dense MLPs, as far as the arms share it."""
-    try:
-        config = from_json(ModelConfig, {name: value for name, value in model.items() if name != "residual"})
-    except RequestError:
-        return []  # of other versions, or sizes that the arms do not share
-    said = body_facts(config)
+    said = body_facts(model)
     forms = {"mixers": "mixers {}", "experts": "experts {}", "activation": "activation {}", "documents": "packed documents {}"}
     return [form.format(said[name]) for name, form in forms.items() if name in said]
 

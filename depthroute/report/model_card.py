@@ -11,7 +11,7 @@ from typing import Any
 from depthroute import __version__
 from depthroute.common.config import to_json
 from depthroute.common.files import read_json, read_json_lines
-from depthroute.cost.summary import body_facts
+from depthroute.cost.body_words import body_facts
 from depthroute.model import ModelConfig
 from depthroute.report.facts import group_words
 from depthroute.residual import SPECIFICATIONS, AttnResConfig, Method, ResidualConfig
@@ -83,7 +83,7 @@ def _shape(model: ModelConfig, method: Method | None, result: dict[str, Any], ad
     softmax = any(model.mixer(layer) == "softmax" for layer in range(model.layers))
     positions = "rotary positions" if softmax else "no positions"
     yield "Kind", f"decoder-only Transformer: RMSNorm, {positions}, {'SwiGLU' if model.activation == 'swiglu' else 'SiTU'}"
-    said = body_facts(model)
+    said = body_facts(to_json(model))
     if adoption:
         source = adoption.get("source") or {}
         yield "Made of", f"a checkpoint of {', '.join(source.get('architectures') or [str(adoption.get('layout'))])}"

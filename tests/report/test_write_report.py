@@ -411,7 +411,7 @@ def test_a_folder_that_is_no_study_is_refused_in_one_sentence(tmp_path: Path, wr
         (
             {"optimiser": "muon", "matrix_rate": 2.0, "momentum": 0.9},
             "Muon for the matrices of the layers and AdamW for the rest, peak learning rate 0.001, matrices of the layers at 2 times the "
-            "rate, momentum 0.9, betas 0.9 and 0.95, weight decay 0.1",
+            "rate, Muon's momentum 0.9, betas 0.9 and 0.95, weight decay 0.1",
         ),
         ({"optimiser": "adamw", "matrix_rate": 1.0, "momentum": 0.95}, "AdamW, peak learning rate 0.001, betas 0.9 and 0.95"),
     ],
