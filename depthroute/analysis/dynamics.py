@@ -37,7 +37,7 @@ def dynamics(
     """
     if not runs:
         raise RequestError("there is no run; give one or more run folders.")
-    names = [root_of(run).name if root_of(run) == run else f"{root_of(run).name} {run.name}" for run in runs]
+    names = _names(runs)
     for name in names:
         if names.count(name) > 1:
             raise RequestError(f"two of the runs are called {name!r}; each is given once, and folders have different names.")
@@ -62,6 +62,14 @@ def dynamics(
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "dynamics.json", result)
     return result
+
+
+def _names(runs: Sequence[Path]) -> list[str]:
+    """What runs are called: their folders, with the one around them where that tells them apart, as the arms of a study."""
+    roots = [root_of(run).resolve() for run in runs]
+    alike = len({root.name for root in roots}) < len(set(roots))
+    names = [f"{root.parent.name}/{root.name}" if alike else root.name for root in roots]
+    return [name if root_of(run) == run else f"{name} {run.name}" for name, run in zip(names, runs, strict=True)]
 
 
 def _tensors(windows: Sequence[np.ndarray]) -> Iterator[Tensor]:

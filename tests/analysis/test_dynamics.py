@@ -50,6 +50,13 @@ def test_what_layers_hand_on(trained_run: Path, kimi_run: Path, tmp_path: Path) 
         assert len(run["gradient"]) == 3 and all(value > 0 for value in run["gradient"])
 
 
+def test_runs_of_a_study_are_called_by_their_arms(kimi_run: Path, tmp_path: Path) -> None:
+    for arm in ("plain", "routed"):
+        shutil.copytree(kimi_run, tmp_path / arm / "seed-1")
+    found = dynamics([tmp_path / "plain" / "seed-1", tmp_path / "routed" / "seed-1"], tmp_path / "out", tokens=16)
+    assert [run["name"] for run in found["runs"]] == ["plain/seed-1", "routed/seed-1"] and found["tokens"] == 16
+
+
 def test_the_page(trained_run: Path, kimi_run: Path, tmp_path: Path) -> None:
     assert main(["dynamics", str(trained_run), str(kimi_run), "--out", str(tmp_path), "--tokens", "64"]) == 0
     page = (tmp_path / "index.html").read_text()
