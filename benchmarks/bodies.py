@@ -66,10 +66,9 @@ def layer_step(module: nn.Module, *arguments: Any) -> Callable[[], None]:
     return both_passes(lambda: module(x, *arguments[1:]).output, [x, *trained])
 
 
-def given_to_rule() -> list[Tensor]:
-    """Queries, keys, values, log decays of -0.08 on average, and strengths, of twelve heads."""
+def given_to_rule(heads: int = LAYER.heads, width: int = LAYER.resolved_head_width) -> list[Tensor]:
+    """Queries, keys, values, log decays of -0.08 on average, and strengths."""
     generator = torch.Generator().manual_seed(0)
-    heads, width = LAYER.heads, LAYER.resolved_head_width
     query, key, value, gate = (torch.randn(1, heads, SHORT, width, generator=generator) for _ in range(4))
     given = [
         torch.nn.functional.normalize(query, dim=-1) * width**-0.5, torch.nn.functional.normalize(key, dim=-1), value,
@@ -78,16 +77,17 @@ def given_to_rule() -> list[Tensor]:
     return [one.requires_grad_() for one in given]
 
 
-def rule(repeats: int) -> list[Row]:
-    """The chunked form and the recurrence on what twelve heads project."""
-    given = given_to_rule()
+def rule(heads: int, width: int, repeats: int) -> list[Row]:
+    """The chunked form and the recurrence on what the heads of a layer project."""
+    given = given_to_rule(heads, width)
     forms = {"chunks": delta_rule, "tokens": delta_rule_by_token}
     runs = {name: both_passes(lambda form=form: form(*given)[0], given) for name, form in forms.items()}
-    seconds = interleaved(runs, repeats=repeats, warm_up=1)
+    seconds = interleaved(runs, repeats=repeats, warm_up=2)
     lowest, median = ratios(seconds, "tokens", "chunks")
+    title = f"KDA, {SHORT:,} tokens, {heads} heads of {width}, mild decays: recurrence over chunks"
     return [
-        Row(f"KDA, {SHORT:,} tokens, mild decays: recurrence over chunks (median of pairs)", median, 8, at_most=False, unit="x"),
-        Row(f"KDA, {SHORT:,} tokens, mild decays: recurrence over chunks (minima)", lowest, unit="x"),
+        Row(f"{title} (median of pairs)", median, 8, at_most=False, unit="x"),
+        Row(f"{title} (minima)", lowest, unit="x"),
     ]
 
 
@@ -207,7 +207,8 @@ def main() -> None:
     if given.threads:
         torch.set_num_threads(given.threads)
     keep_freed_memory()
-    rows = rule(max(3, given.repeats // 3))
+    rows = rule(LAYER.heads, LAYER.resolved_head_width, given.repeats)
+    rows += rule(6, 16, given.repeats)  # the two-core body's
     rows += decays_and_documents(max(3, given.repeats // 3))
     rows += mixers(SHORT, 2.5, given.repeats)
     rows += mixers(LONG, 1.0, max(3, given.repeats // 3))

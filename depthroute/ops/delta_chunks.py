@@ -28,7 +28,7 @@ from torch import Tensor
 LONGEST = 64  # tokens of a chunk
 BLOCK = 16  # tokens whose pairs are one product where no channel decays below `WEAKEST` within them
 WEAKEST = -60.0  # a logarithm: its exponential, and one over it, are far inside the range of float32
-PORTION = 3 << 17  # numbers of a tensor that are worked on together on a CPU: they stay in the cache
+PORTION = 3 << 18  # numbers of a tensor that are worked on together on a CPU: they stay in the cache
 
 
 def in_chunks(
