@@ -89,6 +89,19 @@ CONFIGS: dict[str, ResidualConfig] = {
 }
 
 
+COMPILED = {*{config.name: name for name, config in reversed(CONFIGS.items())}.values(), "block", "decoupled", "projected decoupled"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A compiler takes seconds a method: one setting of each is compiled every time, and the others with the slow tests."""
+    for item in items:
+        if item.path.name == "test_compile.py" and isinstance(item, pytest.Function):
+            name = item.callspec.id
+            if name in CONFIGS and name not in COMPILED:
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def read_ahead_in_small_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Phase 1 from one closed source on, so that tiny networks have it."""
