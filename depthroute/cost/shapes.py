@@ -82,10 +82,6 @@ SHAPES: Mapping[str, Callable[[], ModelConfig]] = {
     "kimi-linear-48b": lambda: kimi_linear_48b(AttnResConfig(layers_per_block=LINEAR_LAYERS_PER_BLOCK)),
     "kimi-k3": lambda: kimi_k3(AttnResConfig(layers_per_block=K3_LAYERS_PER_BLOCK)),
 }
-DESCRIPTIONS = {
-    "kimi-linear-48b": "27 layers x 2304, 48B parameters, 3B active; Attention Residuals, section 5.2, with blocks of 6 sub-layers",
-    "kimi-k3": "93 layers x 7168, 2.78T parameters, 104B active; blocks of 12 layers",
-}
 
 
 def published(name: str) -> Shape:
