@@ -46,8 +46,8 @@ def analysis_rows(run: Path, tokens: int, repeats: int) -> list[Row]:
     """The streaming pass of `depthroute analyse` against the evaluation of the same tokens."""
     config, model = load_trained(run)
     model.eval()
-    held_out = TokenDataset.open(Path(config.data)).tokens("validation")
-    batches = [torch.from_numpy(one) for one in evaluation_windows(held_out, config.model.context, tokens, sequences=2)]
+    held_out = TokenDataset.open(Path(config.data)).held_out(limit=tokens).tokens
+    batches = [torch.from_numpy(one) for one in evaluation_windows(held_out, config.model.context, sequences=2)]
 
     @torch.no_grad()
     def evaluate() -> None:

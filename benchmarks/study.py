@@ -108,7 +108,7 @@ def _tiny_study(folder: Path) -> Path:
     folder.mkdir()
     source = folder / "text.jsonl"
     source.write_text("".join(json.dumps({"text": f"the sum of {i} sources, read by site {i % 7}, " * 5}) + "\n" for i in range(200)))
-    prepare(PrepareConfig(source=str(source), vocabulary=300, sample_one_in=1, validation_share=0.15), folder / "data")
+    prepare(PrepareConfig.of(str(source), vocabulary=300, sample_one_in=1, validation_share=0.15), folder / "data")
     base = run_of(recipe("small"), folder / "data", residual="prenorm", settings=TINY)
     study: Study = matched_study(recipe("small"), base, arms=("prenorm", "block:2"), seeds=(1,))
     write_plan(study, folder)

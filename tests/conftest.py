@@ -33,7 +33,7 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lexicon = ["".join(words.choice("abcdefghij") for _ in range(4)) for _ in range(30)]
     lines = [json.dumps({"text": " ".join(words.choice(lexicon) for _ in range(50))}) for _ in range(100)]
     source.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    prepare(PrepareConfig(source=str(source), vocabulary=300, sample_one_in=1, validation_share=0.2), tokens)
+    prepare(PrepareConfig.of(str(source), vocabulary=300, sample_one_in=1, validation_share=0.2), tokens)
     model = ModelConfig(
         vocabulary=300, width=12, layers=3, heads=2, mlp_width=16, context=16, residual=AttnResConfig(block=2, roles="decoupled")
     )

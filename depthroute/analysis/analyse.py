@@ -63,10 +63,8 @@ def analyse(
     ids = tokenizer.encode(text) if text is not None else dataset.tokens("validation")[: min(TEXT_TOKENS, config.model.context)].tolist()
     if not ids or len(ids) > config.model.context:
         raise RequestError(f"the text has {len(ids)} tokens; it takes 1 to {config.model.context}, the context of the model.")
-    held_out = dataset.tokens("validation")
-
     def windows(limit: int) -> Iterator[np.ndarray]:
-        return evaluation_windows(held_out, config.model.context, limit, sequences=8)
+        return evaluation_windows(dataset.held_out(limit=limit).tokens, config.model.context, sequences=8)
 
     def batches(limit: int) -> Iterator[Tensor]:
         return (torch.from_numpy(window) for window in windows(limit))
@@ -93,7 +91,7 @@ def analyse(
         except RequestError as refusal:  # a read that is not a mixture by one weight a source
             found["probes"] = {"reason": str(refusal)}
     found["text"] = _text_view(model, ids, [tokenizer.decode([token]) for token in ids], arrays)
-    found["documents"] = int((held_out[: found["tokens"]] == dataset.end).sum()) + 1
+    found["documents"] = int(np.searchsorted(dataset.held_out(limit=tokens).boundaries, found["tokens"]))  # that begin among the inputs
     found["papers"] = beside_the_papers(found)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "analysis.json", found)

@@ -29,7 +29,7 @@ def dynamics(
 
     Args:
         runs: run folders with a checkpoint, or checkpoint folders of them. data: the folder of their token shards; None is the one that
-        each names. tokens: validation tokens that magnitudes and gradients are averaged over, rounded up to whole windows.
+        each names. tokens: validation tokens that magnitudes and gradients are averaged over.
 
     Raises:
         RequestError: no run, one twice, or runs on other data or of another context, whose losses say nothing about each other.
@@ -51,7 +51,7 @@ def dynamics(
         first = first or (dataset.fingerprint, context)
         if (dataset.fingerprint, context) != first:
             raise RequestError(f"{run} has other data or another context than {runs[0]}; their losses cannot be shown side by side.")
-        windows = list(evaluation_windows(dataset.tokens("validation"), context, tokens, sequences=8))
+        windows = list(evaluation_windows(dataset.held_out(limit=tokens).tokens, context, sequences=8))
         rows = magnitudes(model, _tensors(windows)).summary(output_gradients(model, _tensors(windows)))
         found.append({
             "name": name, "residual": config.model.residual.describe(), "layers": config.model.layers, "validation": _validation(run),

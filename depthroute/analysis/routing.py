@@ -28,7 +28,7 @@ def write_routing(run: Path, *, data: Path | None = None, tokens: int = TOKENS) 
     Args:
         run: a run folder with a checkpoint.
         data: the folder of its token shards; None is the one that its configuration names.
-        tokens: how many validation tokens to average over, rounded up to whole windows.
+        tokens: how many validation tokens to average over.
 
     Raises:
         RequestError: no run, no checkpoint or no such data.
@@ -39,7 +39,7 @@ def write_routing(run: Path, *, data: Path | None = None, tokens: int = TOKENS) 
     totals = RoutingTotals(model)
     model.eval()
     with torch.no_grad():
-        for windows in evaluation_windows(dataset.tokens("validation"), config.model.context, tokens):
+        for windows in evaluation_windows(dataset.held_out(limit=tokens).tokens, config.model.context):
             model(torch.from_numpy(windows[:, :-1]), observe=totals.observe)
     found = totals.summary()
     if found is not None:

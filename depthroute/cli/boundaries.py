@@ -21,7 +21,7 @@ class Options:
     blocks: int = 8
     """How many blocks."""
     tokens: int = 32_768
-    """How many validation tokens to average over, rounded up to whole windows."""
+    """How many validation tokens to average over."""
     data: Path | None = None
     """The token shards to read. Default: those the run names."""
     json: bool = False
@@ -38,9 +38,9 @@ def main(arguments: Sequence[str]) -> None:
     from depthroute.train.run_data import run_data
 
     config, model = load_trained(options.run)
-    tokens = run_data(options.run, config, options.data).tokens("validation")
+    held_out = run_data(options.run, config, options.data).held_out(limit=options.tokens)
     ends_of([0.0] * (config.model.body.sublayers - 1), options.blocks)  # a wrong number is refused before the model runs
-    windows = evaluation_windows(tokens, config.model.context, options.tokens)
+    windows = evaluation_windows(held_out.tokens, config.model.context)
     similarity = output_similarity(model, (torch.from_numpy(batch[:, :-1]) for batch in windows))
     ends = ends_of(similarity, options.blocks)
     residual = f"block,ends=[{','.join(map(str, ends))}]"

@@ -1,31 +1,52 @@
-"""`depthroute data`: text to token shards."""
+"""`depthroute data`: text to token shards (here), and what is in them (`data_views`)."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
 from depthroute.cli.options import read, show
+from depthroute.common.errors import RequestError, choose
+
+COMMANDS = {
+    "prepare": "turn text into token shards; resumes by itself",
+    "verify": "prove that token shards are whole, or say what is wrong with them",
+    "show": "documents with the borders of their tokens",
+    "stats": "lengths, ids, entropy, and what occurs more than once",
+}
+HELP = f"""usage: depthroute data COMMAND [OPTIONS]
+
+{chr(10).join(f"  {name:<8} {text}" for name, text in COMMANDS.items())}
+
+  depthroute data COMMAND --help   the options of a command
+"""
+NONE = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """Split text into documents, train a tokenizer (or take a ready one) and write token shards. A complete folder is left as it is."""
+class Prepare:
+    """Split text into documents, train a tokenizer (or take a ready one) and write token shards. An interrupted folder is gone on with, a
+    complete one is left as it is."""
 
-    out: tyro.conf.Positional[Path]
-    """The folder of the shards."""
-    source: str = "docstrings"
+    sources: tyro.conf.Positional[tuple[str, ...]] = ()
     """`docstrings` (the documentation of the installed Python packages), `multi-hop` (synthetic facts, and questions that take a known
-    number of look-ups), or a parquet, JSONL(.gz) or text file, or a folder of them."""
-    text_column: str = "text"
-    """The column or key that holds the text."""
-    id_column: str | None = None
-    """The column or key that identifies a document. Default: a hash of its text."""
+    number of look-ups), parquet, JSONL or text files, folders of them, or hf:NAME, a data set in the cache of the Hugging Face hub. They
+    follow each other in every split. Default: docstrings."""
+    out: Path
+    """The folder of the shards."""
+    weights: tuple[float, ...] = ()
+    """The share of each source in the training tokens, relative to each other. Default: as long as they are."""
+    text_column: tuple[str, ...] = ()
+    """The column or key of the text, dots lead into nested ones: one for all sources, or one for each; `none` finds it. Default: that of a
+    schema that is known, or `text`."""
+    id_column: tuple[str, ...] = ()
+    """The column or key that identifies a document: one for all sources, or one for each; `none` finds it. Default: that of a schema that
+    is known, or else a hash of the text."""
     vocabulary: int = 2048
     """Entries of the tokenizer that is trained."""
     sample_one_in: int = 4
@@ -45,6 +66,10 @@ class Options:
     """Share of the documents set aside and not used."""
     salt: str = "depthroute"
     """Another salt gives another split."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """What happens at a row that cannot be read: an error, or it is left out and counted."""
+    workers: int | None = None
+    """Processes that read and tokenize. Default: one for every processor."""
     entities: int | None = None
     """Of multi-hop: entities in a document, on one cycle. Default: 8."""
     hops: int | None = None
@@ -62,13 +87,58 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> None:
-    options = read(Options, "data", arguments)
-    from depthroute.cli.facts import data_facts
-    from depthroute.data import MULTI_HOP, MultiHopConfig, PrepareConfig, prepare
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        if not arguments:
+            raise SystemExit(2)
+        return
+    name, *rest = arguments
+    if name not in COMMANDS:
+        if any(word.partition("=")[0] == "--source" for word in arguments):
+            raise RequestError("`depthroute data OUT --source SOURCE` is now `depthroute data prepare SOURCE --out OUT`.")
+        raise RequestError(choose("data command", name, COMMANDS))
+    if name == "prepare":
+        _prepare(rest)
+        return
+    from depthroute.cli import data_views
 
-    names = [field.name for field in dataclasses.fields(MultiHopConfig)]
-    made = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    fields = {field.name: getattr(options, field.name) for field in dataclasses.fields(PrepareConfig) if field.name != "multi_hop"}
-    multi_hop = MultiHopConfig(**made) if options.source == MULTI_HOP or made else None
-    prepare(PrepareConfig(**fields, multi_hop=multi_hop), options.out, report=lambda line: print(line, file=sys.stderr))
+    data_views.main(name, rest)
+
+
+def _prepare(arguments: Sequence[str]) -> None:
+    options = read(Prepare, "data prepare", arguments)
+    from depthroute.cli.facts import data_facts
+    from depthroute.cli.progress import Lines
+    from depthroute.data import MULTI_HOP, MultiHopConfig, PrepareConfig, Source, prepare
+    from depthroute.data.config import DOCSTRINGS
+
+    paths = options.sources or (DOCSTRINGS,)
+    if options.weights and len(options.weights) != len(paths):
+        raise RequestError(f"--weights has {len(options.weights)} values for {len(paths)} sources; it takes one for each, or leave it out.")
+    texts, ids = _columns("--text-column", options.text_column, paths), _columns("--id-column", options.id_column, paths)
+    weights = options.weights or (None,) * len(paths)
+    sources = tuple(
+        Source(path=path, text_column=text, id_column=id_, weight=weight)
+        for path, text, id_, weight in zip(paths, texts, ids, weights, strict=True)
+    )
+    made = {name: value for name in _names(MultiHopConfig) if (value := getattr(options, name)) is not None}
+    multi_hop = MultiHopConfig(**made) if MULTI_HOP in paths or made else None
+    fields = {name: getattr(options, name) for name in _names(PrepareConfig) if name not in ("sources", "multi_hop")}
+    config = PrepareConfig(sources=sources, multi_hop=multi_hop, **fields)
+    with Lines() as lines:
+        prepare(config, options.out, workers=options.workers, report=lines.report, progress=lines.progress)
     show(data_facts(options.out), options.json)
+
+
+def _columns(option: str, given: tuple[str, ...], paths: tuple[str, ...]) -> tuple[str | None, ...]:
+    """One for each source."""
+    if len(given) not in (0, 1, len(paths)):
+        raise RequestError(
+            f"{option} has {len(given)} values for {len(paths)} sources; it takes one for all, one for each ({NONE} for those without), or "
+            "leave it out."
+        )
+    return tuple(None if name == NONE else name for name in (given * len(paths) if len(given) == 1 else given or (NONE,) * len(paths)))
+
+
+def _names(config: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(config)]

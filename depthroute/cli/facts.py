@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from depthroute.common.errors import RequestError
+
+if TYPE_CHECKING:
+    from depthroute.data import SourceFacts
 
 
 def data_facts(directory: Path) -> dict[str, Any]:
@@ -18,11 +21,18 @@ def data_facts(directory: Path) -> dict[str, Any]:
         counts = data.manifest.split(split)
         facts[f"{split}_documents"] = counts.documents
         facts[f"{split}_tokens"] = counts.tokens
+    if len(data.manifest.sources) > 1:
+        facts["sources"] = {source.name: _source_facts(source) for source in data.manifest.sources}
     facts["unigram_entropy_nats"] = data.manifest.unigram_entropy_nats
     facts["bytes_per_token"] = data.manifest.bytes_per_token
     facts["skipped"] = {entry.reason: entry.count for entry in data.manifest.skipped}
     facts["fingerprint"] = data.fingerprint
     return facts
+
+
+def _source_facts(source: SourceFacts) -> dict[str, int]:
+    train = source.splits.train
+    return {"train_documents": train.documents, "train_tokens": train.tokens}
 
 
 def run_facts(directory: Path) -> dict[str, Any]:

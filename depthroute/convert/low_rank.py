@@ -74,8 +74,10 @@ def convert_low_rank(
     if evaluate and state["step"] < config.train.steps:
         raise RequestError(f"{run} is at step {state['step']} of {config.train.steps}: it is evaluated when its training has ended.")
     dataset = run_data(run, config, data)
-    validation = dataset.tokens("validation")
-    windows = torch.cat([torch.from_numpy(batch) for batch in evaluation_windows(validation, config.model.context, EXACT_TOKENS)])
+    whole = -(-EXACT_TOKENS // config.model.context) * config.model.context
+    batches = list(evaluation_windows(dataset.held_out(limit=whole).tokens, config.model.context))
+    # a split of fewer tokens ends in a shorter window, which goes by itself or not at all
+    windows = torch.cat([torch.from_numpy(batch) for batch in batches if batch.shape[1] == batches[0].shape[1]])
     rewrite = Rewrite(config.model, TensorReader(checkpoint.model_file(found)), rank)
     converted = dataclasses.replace(config, model=rewrite.target)
     with new_folder(out) as folder:
@@ -88,7 +90,7 @@ def convert_low_rank(
                 "tokens": windows[:, 1:].numel(), "logits_max_difference": difference.logits, "logits_max": difference.largest_logit,
                 "weights_max_difference": difference.weights,
             },
-            "cross_entropy": _cross_entropies(run, folder, validation, tokens),
+            "cross_entropy": _cross_entropies(run, folder, dataset.held_out(limit=tokens).tokens),
         }  # fmt: skip
         write_json(folder / "conversion.json", facts)
     if evaluate:
@@ -134,9 +136,9 @@ def _write_history(run: Path, folder: Path, config: RunConfig, step: int) -> Non
         write_text(folder / name, "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def _cross_entropies(run: Path, folder: Path, validation: np.ndarray, tokens: int) -> dict[str, Any]:
+def _cross_entropies(run: Path, folder: Path, held_out: np.ndarray) -> dict[str, Any]:
     """The losses of the same tokens under both models, as they are stored and in the precision of their training, in nats."""
-    original, converted = _losses(run, validation, tokens), _losses(folder, validation, tokens)
+    original, converted = _losses(run, held_out), _losses(folder, held_out)
     difference = converted - original
     if not math.isfinite(difference.sum().item()):
         raise FailureError("the loss of a token is not finite before or after the conversion. Nothing was written.")
@@ -150,13 +152,13 @@ def _cross_entropies(run: Path, folder: Path, validation: np.ndarray, tokens: in
 
 
 @torch.no_grad()
-def _losses(run: Path, validation: np.ndarray, tokens: int) -> Tensor:
+def _losses(run: Path, held_out: np.ndarray) -> Tensor:
     config, model = load_trained(run)
     settings = config.train
     device: Device = "cuda" if settings.device == "cuda" and torch.cuda.is_available() else "cpu"
     model.eval().to(device)
     parts = []
-    for batch in evaluation_windows(validation, config.model.context, tokens, sequences=settings.microbatch or settings.sequences):
+    for batch in evaluation_windows(held_out, config.model.context, sequences=settings.microbatch or settings.sequences):
         ids = torch.from_numpy(batch).to(device)
         with autocast(device, settings.precision):
             losses = model.token_nll(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from depthroute.data.batches import BatchOrder, TokenDataset, evaluation_windows
+from depthroute.data.config import PrepareConfig, Source
 from depthroute.data.corpus import ContentHash, Corpus, DocstringCorpus, Document, docstring_corpus
-from depthroute.data.manifest import Manifest, Marker, PrepareConfig, SplitFacts, read_manifest
+from depthroute.data.manifest import Manifest, Marker, SourceFacts, SplitFacts, read_manifest
 from depthroute.data.multi_hop import MULTI_HOP, MultiHopConfig, MultiHopCorpus
-from depthroute.data.prepare import open_corpus, prepare
+from depthroute.data.prepare import prepare
+from depthroute.data.progress import Progress
 from depthroute.data.readers import FileCorpus
 from depthroute.data.split import SPLITS, DocumentSplit, Split, document_hash
 from depthroute.data.tokenizer import (
@@ -41,6 +43,9 @@ __all__ = [
     "MultiHopConfig",
     "MultiHopCorpus",
     "PrepareConfig",
+    "Progress",
+    "Source",
+    "SourceFacts",
     "Split",
     "SplitFacts",
     "TextTokenizer",
@@ -49,7 +54,6 @@ __all__ = [
     "document_hash",
     "evaluation_windows",
     "load_tokenizer",
-    "open_corpus",
     "prepare",
     "read_manifest",
     "ready_tokenizer",

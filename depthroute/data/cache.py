@@ -18,9 +18,11 @@ from pathlib import Path
 from depthroute.common.config import to_json
 from depthroute.common.errors import FailureError
 from depthroute.common.files import cache_folder, explain_os_errors, waiting_lock
-from depthroute.data.corpus import DocstringCorpus
-from depthroute.data.manifest import MANIFEST, Manifest, PrepareConfig, read_manifest
-from depthroute.data.prepare import DOCSTRINGS, SOURCE, Report, open_corpus, prepare
+from depthroute.data.config import DOCSTRINGS, PrepareConfig, Source
+from depthroute.data.corpus import docstring_corpus
+from depthroute.data.fill import Report
+from depthroute.data.manifest import MANIFEST, Manifest, read_manifest
+from depthroute.data.prepare import SOURCE, prepare
 from depthroute.data.shards import check_files
 
 READ_ONLY = 0o444
@@ -39,7 +41,7 @@ def prepare_shared(config: PrepareConfig, directory: Path, *, cache: Path | None
         RequestError, FailureError: what `prepare` raises.
     """
     tell: Report = report or (lambda line: None)
-    if config.source == DOCSTRINGS and not _holds_something(directory):
+    if config.sources == (Source(path=DOCSTRINGS),) and not _holds_something(directory):
         try:
             shared = _shared(config, cache or cache_folder() / "data", tell)
         except (OSError, FailureError) as error:
@@ -55,8 +57,7 @@ def _holds_something(directory: Path) -> bool:
 
 def _shared(config: PrepareConfig, cache: Path, tell: Report) -> Path:
     """The prepared folder in the cache, whole and verified by its hashes; made where it is not there or damaged."""
-    corpus = open_corpus(config, report=tell)
-    assert isinstance(corpus, DocstringCorpus)
+    corpus = docstring_corpus(report=tell)
     identity = {"corpus": corpus.content_hash, "prepare": to_json(config)}
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode("utf-8")).hexdigest()[:24]
     target = cache / name

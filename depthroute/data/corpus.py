@@ -13,7 +13,7 @@ import subprocess
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from depthroute.data import docstrings
 
 DOCSTRING_PACKAGES = ("torch", "scipy", "sympy", "networkx", "numpy", "matplotlib")
 STANDARD_LIBRARY = "standard library"
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 TEST_FOLDERS = frozenset({"test", "tests"})
 NOT_SOURCES = TEST_FOLDERS | {"site-packages", "dist-packages", "__pycache__"}
 
@@ -36,6 +36,19 @@ class Document(NamedTuple):
 
     id: str
     text: str
+
+
+class Part(NamedTuple):
+    """A stretch of a corpus that can be read by itself. What `start` and `end` count is known to the corpus alone."""
+
+    name: str
+    """The file, or what else it is a stretch of."""
+    start: int
+    end: int
+    bytes: int
+    """About how much there is to read, for progress and to share out work."""
+    columns: tuple[str, str | None] | None = None
+    """Of a file with columns: that of the text, and that of the id, if there is one."""
 
 
 class Corpus(Protocol):
@@ -54,8 +67,14 @@ class Corpus(Protocol):
         """What would have been part of it and is not there."""
         ...
 
-    def documents(self, skipped: Counter[str]) -> Iterator[Document]:
-        """All documents, streamed; what is left out is counted in `skipped` by reason."""
+    def parts(self, skipped: Counter[str]) -> Sequence[Part]:
+        """What it consists of, in order; everything that can be refused without reading the documents is refused here. What is left out
+        as a whole is counted in `skipped` by reason."""
+        ...
+
+    def documents(self, part: Part, skipped: Counter[str]) -> Iterator[Document]:
+        """The documents of a part, streamed; what is left out is counted in `skipped` by reason. Documents do not depend on how a corpus
+        is cut into parts."""
         ...
 
     def stamp(self) -> Any:
@@ -64,20 +83,31 @@ class Corpus(Protocol):
 
 
 class ContentHash:
-    """The hash that identifies a corpus: SHA-256 over every document in order, its id and its text in UTF-8, each preceded by its length in
-    bytes as 8 little-endian bytes."""
+    """The hash that identifies a corpus: a chain over the hashes of its documents, h(0) = 32 zero bytes and h(i) = SHA-256 of h(i - 1) and
+    of `document_digest` of document i. So documents can be hashed beside each other, and the chain goes on from what it had come to.
 
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
+    Args:
+        value: what a chain had come to, 64 hexadecimal digits.
+    """
 
-    def add(self, document: Document) -> None:
-        for part in document:
-            data = part.encode("utf-8")
-            self._hash.update(len(data).to_bytes(8, "little"))
-            self._hash.update(data)
+    def __init__(self, value: str = "00" * 32) -> None:
+        self._value = bytes.fromhex(value)
+
+    def add(self, digest: bytes) -> None:
+        self._value = hashlib.sha256(self._value + digest).digest()
 
     def hexdigest(self) -> str:
-        return self._hash.hexdigest()
+        return self._value.hex()
+
+
+def document_digest(document: Document) -> bytes:
+    """SHA-256 over the id and the text of a document in UTF-8, each preceded by its length in bytes as 8 little-endian bytes."""
+    found = hashlib.sha256()
+    for part in document:
+        data = part.encode("utf-8")
+        found.update(len(data).to_bytes(8, "little"))
+        found.update(data)
+    return found.digest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +124,11 @@ class DocstringCorpus:
     skipped: dict[str, int]
     name: str = "docstrings"
 
-    def documents(self, skipped: Counter[str]) -> Iterator[Document]:
+    def parts(self, skipped: Counter[str]) -> Sequence[Part]:
         skipped.update(self.skipped)
+        return [Part(self.name, 0, 1, self.path.stat().st_size if self.lines is None else len(self.lines))]
+
+    def documents(self, part: Part, skipped: Counter[str]) -> Iterator[Document]:
         with self.path.open("rb") if self.lines is None else io.BytesIO(self.lines) as file:
             for line in file:
                 row = json.loads(line)
@@ -158,7 +191,7 @@ def _extract_lines(files: list[tuple[str, Path]]) -> tuple[dict[str, Any], bytes
     documents, skipped = _extract(files)
     content, lines = ContentHash(), bytearray()
     for document in documents:
-        content.add(document)
+        content.add(document_digest(document))
         lines += json.dumps(document._asdict(), ensure_ascii=False).encode("utf-8") + b"\n"
     facts = {"content_hash": content.hexdigest(), "file_hash": hashlib.sha256(lines).hexdigest(), "skipped": skipped}
     return facts, bytes(lines)

@@ -1,10 +1,9 @@
-"""What was asked of the preparation, and what came out of it: `PrepareConfig` and the `manifest.json` of a data directory."""
+"""What came out of a preparation: the `manifest.json` of a data directory."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,82 +11,14 @@ from typing import Any, Literal
 from depthroute.common.config import from_json, to_json
 from depthroute.common.errors import FailureError, RequestError
 from depthroute.common.files import read_json, write_json
-from depthroute.data.multi_hop import MULTI_HOP, MultiHopConfig
+from depthroute.data.config import DOCSTRINGS, PrepareConfig
+from depthroute.data.multi_hop import MULTI_HOP
 from depthroute.data.split import SPLITS, Split
-from depthroute.data.tokenizer import EOS, SMALLEST_VOCABULARY
+from depthroute.data.tokenizer import EOS
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrepareConfig:
-    """How documents become token shards.
-
-    The Role-Decoupled paper (C.1) sets aside 0.5 % of 9.7 million documents, 50 million tokens, for validation, and trains its tokenizer on
-    one training document in 20. A corpus of a few thousand documents needs larger shares: 0.5 % of the default one is twenty documents.
-
-    Raises:
-        RequestError: a value is not allowed.
-    """
-
-    source: str = "docstrings"
-    """`docstrings`, `multi-hop`, or the path of a file or folder (see `FileCorpus`)."""
-    text_column: str = "text"
-    id_column: str | None = None
-    vocabulary: int = 2048
-    """Entries of the tokenizer, 4 special tokens and 256 bytes included."""
-    sample_one_in: int = 4
-    """The tokenizer is trained on one training document in so many."""
-    tokenizer: str | None = None
-    """The path of a ready tokenizer, a tokenizer.json of the `tokenizers` library; None trains one."""
-    end_of_document: str | None = None
-    """The token of the ready tokenizer that ends a document; None finds it (see `ready_tokenizer`)."""
-    begin_of_document: str | None = None
-    """The token of the ready tokenizer that is put in front of a document, as a checkpoint may have been trained; None puts none."""
-    validation_share: float = 0.05
-    test_share: float = 0.005
-    salt: str = "depthroute"
-    multi_hop: MultiHopConfig | None = None
-    """What the source `multi-hop` makes; None for every other source."""
-
-    def __post_init__(self) -> None:
-        if not self.source:
-            raise RequestError("source cannot be empty; it takes 'docstrings' or the path of a file or folder.")
-        if self.vocabulary < SMALLEST_VOCABULARY:
-            raise RequestError(
-                f"vocabulary cannot be {self.vocabulary}; it takes {SMALLEST_VOCABULARY} (4 special tokens and 256 bytes) or more."
-            )
-        if self.sample_one_in < 1:
-            raise RequestError(f"sample_one_in cannot be {self.sample_one_in}; it takes 1 (all training documents) or more.")
-        if not 0 < self.validation_share < 1:
-            raise RequestError(f"validation_share cannot be {self.validation_share}; it takes a fraction above 0 and below 1.")
-        if not 0 <= self.test_share < 1:
-            raise RequestError(f"test_share cannot be {self.test_share}; it takes a fraction from 0 to below 1.")
-        if self.validation_share + self.test_share >= 1:
-            raise RequestError(
-                f"validation_share {self.validation_share} and test_share {self.test_share} leave nothing to train on; "
-                "their sum must be below 1."
-            )
-        if not self.salt or "\0" in self.salt:
-            raise RequestError(f"salt cannot be {self.salt!r}; it takes any text that is not empty and has no zero character.")
-        if (self.source == MULTI_HOP) != (self.multi_hop is not None):
-            raise RequestError(
-                f"source {self.source!r} and multi_hop {self.multi_hop!r} do not go together: the source {MULTI_HOP!r} needs a "
-                f"MultiHopConfig, and no other source takes one. (A folder of that name is ./{MULTI_HOP}.)"
-            )
-        training, ready = ("vocabulary", "sample_one_in"), ("tokenizer", "end_of_document", "begin_of_document")
-        if self.multi_hop is not None:
-            self._leave_out(("text_column", "id_column", *training, *ready), f"the source {MULTI_HOP!r}, which has its own tokens")
-        if self.tokenizer is not None:
-            self._leave_out(training, f"the ready tokenizer {self.tokenizer}")
-        else:
-            self._leave_out(ready, "a tokenizer that is trained, which has its own token for it")
-
-    def _leave_out(self, names: Sequence[str], beside: str) -> None:
-        for name in names:
-            if getattr(self, name) != getattr(PrepareConfig, name):
-                raise RequestError(f"{name} cannot be {getattr(self, name)!r} with {beside}; leave it out.")
+IDS = ".ids.bin"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +46,16 @@ class Splits:
     train: SplitFacts
     validation: SplitFacts
     test: SplitFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFacts:
+    """What one of the sources gave. In every split its documents are one stretch, in the order of the sources."""
+
+    name: str
+    columns: tuple[str, ...]
+    """How its text and its ids were found in its files, one entry for each way: `text`, `content`, `body.text, id: uid`."""
+    splits: Splits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +124,8 @@ class Manifest:
     bytes_per_token: float
     """UTF-8 bytes of the training texts over training tokens."""
     files: tuple[FileFacts, ...]
+    sources: tuple[SourceFacts, ...] = ()
+    """Of each source of `prepare`, in their order; empty in manifests from before there could be several."""
     markers: tuple[Marker, ...] = ()
     """The slices of the targets that evaluations report beside the whole split."""
     end: int = EOS
@@ -202,10 +145,15 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """The SHA-256 that identifies the tokens and how they are evaluated: over format, dtype, the name, size and hash of every file,
-        and the markers, where there are some. Where the data lie, and what the source was called, is no part of it."""
+        """The SHA-256 that identifies the tokens, how they are mixed and how they are evaluated: over format, dtype, the name, size and
+        hash of every file but those of the ids, the lengths and weights of the sources, where there are several, and the markers, where
+        there are some. Where the data lie, and what a source was called, is no part of it."""
         identity: dict[str, Any] = {"format": self.format, "dtype": self.dtype}
-        identity["files"] = sorted((f.name, f.bytes, f.sha256) for f in self.files)
+        identity["files"] = sorted((f.name, f.bytes, f.sha256) for f in self.files if not f.name.endswith(IDS))
+        if len(self.sources) > 1:
+            weights = self.prepare.weights or (None,) * len(self.sources)
+            lengths = [[getattr(source.splits, split).tokens for split in SPLITS] for source in self.sources]
+            identity["mixture"] = list(zip(weights, lengths, strict=True))
         if self.markers:
             identity["markers"] = [(marker.name, marker.ids, marker.distance) for marker in self.markers]
         return hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode("utf-8")).hexdigest()
@@ -233,6 +181,17 @@ def read_manifest(directory: Path) -> Manifest:
         found = value.get("format") if isinstance(value, dict) else None
         raise FailureError(f"{path} has the format {found!r}, this version reads {FORMAT}; prepare the data again in a new directory.")
     try:
-        return from_json(Manifest, value)
+        return from_json(Manifest, _with_sources(value))
     except RequestError as error:
         raise FailureError(f"{path} is not a whole manifest: {error}") from error
+
+
+def _with_sources(value: dict[str, Any]) -> dict[str, Any]:
+    """A manifest from when there was one source, and its columns were fields of `prepare`."""
+    prepare = value.get("prepare")
+    if not isinstance(prepare, dict) or "sources" in prepare:
+        return value
+    path = prepare.get("source", DOCSTRINGS)
+    columns = {} if path in (DOCSTRINGS, MULTI_HOP) else {name: prepare.get(name) for name in ("text_column", "id_column")}
+    kept = {name: setting for name, setting in prepare.items() if name not in ("source", "text_column", "id_column")}
+    return {**value, "prepare": {**kept, "sources": [{"path": path, **columns}]}}

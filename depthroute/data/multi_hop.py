@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,13 @@ import numpy as np
 
 from depthroute.common.config import to_json
 from depthroute.common.errors import RequestError
-from depthroute.data.corpus import Document
+from depthroute.data.corpus import Document, Part
 from depthroute.data.tokenizer import SPECIAL_TOKENS, UNK, TextTokenizer
 
 MULTI_HOP = "multi-hop"
 FACT = "fact"
 ANSWERS = "answers"
+DOCUMENTS_PER_PART = 20_000
 ANSWER_DISTANCE = 2
 """How many tokens behind its marker an answer lies: the entity that is asked about stands between them."""
 
@@ -110,8 +111,16 @@ class MultiHopCorpus:
         asked = f"{config.queries} questions of 1 to {config.hops} hops"
         return (f"{config.documents} documents: a cycle of {config.entities} entities and {asked} (seed {config.seed})",)
 
-    def documents(self, skipped: Counter[str]) -> Iterator[Document]:
-        return (Document(f"{MULTI_HOP} {number}", self._text(number)) for number in range(self.config.documents))
+    def parts(self, skipped: Counter[str]) -> Sequence[Part]:
+        documents, bytes_each = self.config.documents, 4 * self.config.document_tokens
+        firsts = range(0, documents, DOCUMENTS_PER_PART)
+        return [
+            Part(self.name, first, end, bytes_each * (end - first))
+            for first, end in ((first, min(documents, first + DOCUMENTS_PER_PART)) for first in firsts)
+        ]
+
+    def documents(self, part: Part, skipped: Counter[str]) -> Iterator[Document]:
+        return (Document(f"{MULTI_HOP} {number}", self._text(number)) for number in range(part.start, part.end))
 
     def stamp(self) -> Any:
         return to_json(self.config)

@@ -1,15 +1,17 @@
-"""Token shards: one flat file of token ids per split, one of document boundaries, written as a stream and read through the memory map.
+"""Token shards: one flat file of token ids per split and two of its documents, written as a stream and read through the memory map.
 
     SPLIT.bin         little-endian uint16 or uint32, the tokens of all documents in corpus order, the end id after each, and before
                       each the begin id, if there is one
     SPLIT.index.bin   little-endian int64, the offset in tokens of every document's start, and at the end the number of tokens
+    SPLIT.ids.bin     little-endian uint64, the hash of every document's id that decides its split (`DocumentSplit.split_hash`)
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,11 +19,12 @@ import numpy as np
 
 from depthroute.common.errors import FailureError
 from depthroute.common.files import explain_os_errors, sha256_of
-from depthroute.data.manifest import FileFacts, Manifest, SplitFacts
+from depthroute.data.manifest import IDS, FileFacts, Manifest, SplitFacts
 from depthroute.data.split import Split
 
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-INDEX_DTYPE = np.dtype("<i8")
+INDEX_DTYPE, IDS_DTYPE = np.dtype("<i8"), np.dtype("<u8")
+CHUNK_BYTES = 2**20
 
 
 def dtype_for(vocabulary: int) -> Literal["uint16", "uint32"]:
@@ -37,46 +40,72 @@ def index_file(split: Split) -> str:
     return f"{split}.index.bin"
 
 
+def ids_file(split: Split) -> str:
+    return f"{split}{IDS}"
+
+
 class ShardWriter:
     """Writes one split. What it has written counts for nothing until the manifest names it.
 
     Args:
         vocabulary: ids are below it; it decides the dtype, and the length of `token_counts`.
-        end: the id behind every document.
-        begin: the id in front of every document, if there is one.
+        found: what an earlier writer had written and is kept: what the files hold behind it is cut off.
+
+    Raises:
+        FailureError: the files hold less than `found`, the disk is full, or they cannot be written.
     """
 
-    def __init__(self, directory: Path, split: Split, vocabulary: int, end: int, begin: int | None = None) -> None:
-        self._end, self._front = [end], [] if begin is None else [begin]
-        self.documents = self.tokens = self.bytes = 0
+    def __init__(self, directory: Path, split: Split, vocabulary: int, found: SplitFacts) -> None:
+        self.documents, self.tokens, self.bytes = found.documents, found.tokens, found.bytes
         self.token_counts = np.zeros(vocabulary, dtype=np.int64)
+        """int64 [vocabulary], how often each id was written."""
         self._dtype = DTYPES[dtype_for(vocabulary)]
-        self._token_file = _HashedFile(directory / token_file(split))
-        self._index_file = _HashedFile(directory / index_file(split))
-        self._index_file.write(np.zeros(1, dtype=INDEX_DTYPE))
+        ends = found.documents + 1 if found.documents else 0
+        with ExitStack() as stack:
+            self._tokens = stack.enter_context(_HashedFile(directory / token_file(split), self._dtype, found.tokens, self._count))
+            self._index = stack.enter_context(_HashedFile(directory / index_file(split), INDEX_DTYPE, ends))
+            self._ids = stack.enter_context(_HashedFile(directory / ids_file(split), IDS_DTYPE, found.documents))
+            if ends == 0:
+                self._index.write(np.zeros(1, dtype=INDEX_DTYPE))
+            self.close = stack.pop_all().close
+            """Close the files, finished or not."""
 
-    def add(self, documents: Sequence[Sequence[int]], text_bytes: int) -> None:
-        """Append documents, given as ids without begin and end, whose texts have `text_bytes` bytes together."""
-        if not documents:
-            return
-        flat = np.concatenate([np.array([*self._front, *ids, *self._end], dtype=self._dtype) for ids in documents])
-        ends = self.tokens + np.cumsum([len(self._front) + len(ids) + 1 for ids in documents], dtype=INDEX_DTYPE)
-        self._token_file.write(flat)
-        self._index_file.write(ends)
-        self.token_counts += np.bincount(flat, minlength=len(self.token_counts))
-        self.documents += len(documents)
-        self.tokens += len(flat)
+    def add(self, tokens: Path, lengths: np.ndarray, ids: np.ndarray, text_bytes: int) -> None:
+        """Append documents.
+
+        Args:
+            tokens: a file of their tokens, begins and ends included, in the dtype of the shard.
+            lengths: int64 [documents], their numbers of tokens.
+            ids: uint64 [documents], the hashes of their ids.
+            text_bytes: of their texts, together.
+        """
+        with explain_os_errors(tokens, "reading"), tokens.open("rb") as file:
+            while data := file.read(CHUNK_BYTES):
+                array = np.frombuffer(data, dtype=self._dtype)
+                self._tokens.write(array)
+                self._count(array)
+        self._index.write((self.tokens + np.cumsum(lengths)).astype(INDEX_DTYPE))
+        self._ids.write(ids.astype(IDS_DTYPE, copy=False))
+        self.documents += len(lengths)
+        self.tokens += int(lengths.sum())
         self.bytes += text_bytes
 
-    def finish(self) -> tuple[SplitFacts, tuple[FileFacts, FileFacts]]:
-        """Flush both files to the disk; the counts, and the hashes of the files."""
-        facts = SplitFacts(documents=self.documents, tokens=self.tokens, bytes=self.bytes)
-        return facts, (self._token_file.finish(), self._index_file.finish())
+    @property
+    def facts(self) -> SplitFacts:
+        return SplitFacts(documents=self.documents, tokens=self.tokens, bytes=self.bytes)
 
-    def close(self) -> None:
-        """Close the files, finished or not."""
-        self._token_file.close()
-        self._index_file.close()
+    def sync(self) -> None:
+        """Hand all that was added to the disk."""
+        for file in (self._tokens, self._index, self._ids):
+            file.sync()
+
+    def finish(self) -> tuple[FileFacts, ...]:
+        """Hand the files to the disk; their names, sizes and hashes."""
+        self.sync()
+        return tuple(file.facts() for file in (self._tokens, self._index, self._ids))
+
+    def _count(self, tokens: np.ndarray) -> None:
+        self.token_counts += np.bincount(tokens, minlength=len(self.token_counts))
 
 
 def file_facts(path: Path) -> FileFacts:
@@ -110,12 +139,28 @@ def read_array(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 class _HashedFile:
-    """A file that is hashed while it is written."""
+    """A file that is hashed while it is written; `kept` items of an earlier one are hashed first, and `seen` is given them."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._hash, self._size = path, hashlib.sha256(), 0
+    def __init__(self, path: Path, dtype: np.dtype[Any], kept: int, seen: Callable[[np.ndarray], None] | None = None) -> None:
+        self._path, self._hash, self._size = path, hashlib.sha256(), kept * dtype.itemsize
         with explain_os_errors(path, "writing"):
-            self._file = path.open("wb")
+            if kept and path.stat().st_size < self._size:
+                raise FailureError(f"{path} is shorter than what was written to it; delete {path.parent} and prepare the data again.")
+            self._file = path.open("r+b" if kept else "wb")
+        if kept:
+            self._keep(dtype, seen)
+
+    def _keep(self, dtype: np.dtype[Any], seen: Callable[[np.ndarray], None] | None) -> None:
+        """Hash what is kept, and cut off the rest."""
+        left = self._size
+        with explain_os_errors(self._path, "reading"):
+            while left:
+                data = self._file.read(min(left, CHUNK_BYTES))
+                self._hash.update(data)
+                if seen is not None:
+                    seen(np.frombuffer(data, dtype=dtype))
+                left -= len(data)
+            self._file.truncate(self._size)
 
     def write(self, array: np.ndarray) -> None:
         data = array.tobytes()
@@ -124,12 +169,17 @@ class _HashedFile:
         self._hash.update(data)
         self._size += len(data)
 
-    def finish(self) -> FileFacts:
+    def sync(self) -> None:
         with explain_os_errors(self._path, "writing"):
             self._file.flush()
             os.fsync(self._file.fileno())
+
+    def facts(self) -> FileFacts:
         return FileFacts(name=self._path.name, bytes=self._size, sha256=self._hash.hexdigest())
 
-    def close(self) -> None:
+    def __enter__(self) -> _HashedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         with explain_os_errors(self._path, "writing"):
             self._file.close()

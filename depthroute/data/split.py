@@ -50,7 +50,10 @@ class DocumentSplit:
 
     def split_of(self, document_id: str) -> Split:
         """The split of a document."""
-        value = self.split_hash(document_id)
+        return self.split_at(self.split_hash(document_id))
+
+    def split_at(self, value: int) -> Split:
+        """The split of the documents whose `split_hash` is `value`."""
         if value < self._validation_end:
             return "validation"
         return "test" if value >= self._test_start else "train"

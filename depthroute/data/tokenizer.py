@@ -1,99 +1,37 @@
-"""Byte-level BPE (Sennrich et al., 2016) trained on the user's own documents, or a ready tokenizer of the `tokenizers` library.
-
-Ours has the ids 0 to 3 for the special tokens; any text can be encoded and comes back exactly. With either, the text of a special token
-inside a document is text: it never becomes a special id.
-"""
+"""Tokenizers that are there already: that of a data directory, or one made elsewhere. Here too: what they are and how ours is trained."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from depthroute.common.errors import FailureError, RequestError
-from depthroute.common.files import read_json, write_bytes
+from depthroute.common.files import read_json
+from depthroute.data.text_tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, UNK, TextTokenizer
 from depthroute.data.tiktoken import CL100K, cl100k
+from depthroute.data.train_tokenizer import SMALLEST_VOCABULARY, train_tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
 
-PAD, UNK, BOS, EOS = 0, 1, 2, 3
-SPECIAL_TOKENS = ("<pad>", "<unk>", "<bos>", "<eos>")
-SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256
-"""The special tokens and one entry per byte."""
+__all__ = [
+    "BOS",
+    "EOS",
+    "PAD",
+    "SMALLEST_VOCABULARY",
+    "SPECIAL_TOKENS",
+    "UNK",
+    "USUAL_ENDS",
+    "TextTokenizer",
+    "load_tokenizer",
+    "ready_tokenizer",
+    "same_tokenizer",
+    "train_tokenizer",
+    "usual_begin",
+]
+
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "<|eos|>", "[EOS]")  # noqa: RUF001
-
-
-class TextTokenizer:
-    """Text to token ids and back. Only `end` is put into token streams, after every document, and `begin`, where there is one, before
-    it; the other special ids are reserved."""
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer, end: int = EOS, *, begin: int | None = None, file: bytes | None = None) -> None:
-        self._tokenizer, self._file = tokenizer, file
-        self.end = end
-        """The id that ends a document."""
-        self.begin = begin
-        """The id that stands in front of a document; None: nothing does."""
-        # The library matches added tokens in the text before anything else, unless told that special tokens are to be encoded as text;
-        # tokenizer.json does not hold that setting. Our merges cannot spell a special token: the pre-tokenizer parts letters from `<`, `>`.
-        self._tokenizer.encode_special_tokens = True
-        self._vocabulary = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-
-    @property
-    def vocabulary(self) -> int:
-        """All ids are below it: the number of entries, special tokens included, where no id is left out."""
-        return self._vocabulary
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, none of them special."""
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of several texts, on all cores."""
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; special ids have none, and bytes that are not UTF-8 (a cut character) become U+FFFD."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
-
-    def name_of(self, token: int) -> str:
-        """What the tokenizer calls an id, special ones too."""
-        return str(self._tokenizer.id_to_token(token))
-
-    @property
-    def file(self) -> bytes:
-        """Its `tokenizer.json` in the format of the `tokenizers` library; of a ready tokenizer, the file as it came."""
-        return (self._tokenizer.to_str(pretty=True) + "\n").encode("utf-8") if self._file is None else self._file
-
-    def save(self, path: Path) -> None:
-        """Write `file`."""
-        write_bytes(path, self.file)
-
-
-def train_tokenizer(texts: Iterable[str], vocabulary: int) -> TextTokenizer:
-    """Train on `texts`; the same texts give the same tokenizer, whatever their order, the process and the number of threads.
-
-    The vocabulary is smaller than asked for where the texts have too few different pairs to merge.
-
-    Raises:
-        RequestError: `vocabulary` is below 260, the special tokens and the bytes. An error raised by `texts` passes through.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    if vocabulary < SMALLEST_VOCABULARY:
-        raise RequestError(f"vocabulary cannot be {vocabulary}; it takes {SMALLEST_VOCABULARY} (4 special tokens and 256 bytes) or more.")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer=trainer)
-    return TextTokenizer(tokenizer)
 
 
 def load_tokenizer(path: Path, *, end: int | None = None, begin: int | None = None) -> TextTokenizer:

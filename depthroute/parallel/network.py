@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -202,10 +203,10 @@ class Network:
         return (self.rows if self.pipeline is not None else self.microbatch) * self.world.layout.shares
 
     def token_nll(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """As `Decoder.token_nll`: nats of every target, [B, T] with T the context; every process gives and gets the same.
+        """As `Decoder.token_nll`: nats of every target, [B, T] with T at most the context; every process gives and gets the same.
 
         Raises:
-            RequestError: T is not the context, or there are more sequences than `evaluation_rows` in a pipeline.
+            RequestError: T is above the context, or there are more sequences than `evaluation_rows` in a pipeline.
         """
         return self._measure(tokens, targets, torch.zeros_like(targets, dtype=torch.bool))[0]
 
@@ -217,12 +218,14 @@ class Network:
     @torch.no_grad()
     def _measure(self, tokens: Tensor, targets: Tensor, marked: Tensor) -> tuple[Tensor, Tensor]:
         layout = self.world.layout
-        sequences = len(tokens)
-        if tokens.shape[1] != self.config.context or (self.pipeline is not None and sequences > self.evaluation_rows):
+        sequences, length = tokens.shape
+        if length > self.config.context or (self.pipeline is not None and sequences > self.evaluation_rows):
             raise RequestError(
-                f"{sequences} sequences of {tokens.shape[1]} tokens were given; they have {self.config.context} tokens"
+                f"{sequences} sequences of {length} tokens were given; they have {self.config.context} tokens at most"
                 + (f", and a pipeline takes {self.evaluation_rows} at once." if self.pipeline is not None else ".")
             )
+        # what passes between processes has the size of a context; what is put behind the tokens changes nothing before it
+        tokens, targets, marked = (functional.pad(given, (0, self.config.context - length)) for given in (tokens, targets, marked))
         rows = self.rows if self.pipeline is not None else -(-sequences // layout.shares)
         mine = self._rows(rows, sequences)
         inputs, wanted, where = (self._share(given[mine]) for given in (tokens, targets, marked))
@@ -238,7 +241,8 @@ class Network:
         for chunk in self._chunks:
             if isinstance(chunk, FSDPModule):
                 chunk.reshard()
-        return self._gathered(wanted, sequences)
+        losses, hits = self._gathered(wanted, sequences)
+        return losses[:, :length], hits[:, :length]
 
     def _evaluate(self, decoder: Decoder, hidden: Tensor, microbatch: int) -> Tensor:
         targets, marked = self._targets[microbatch], self._marked[microbatch]

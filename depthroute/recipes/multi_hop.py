@@ -96,9 +96,9 @@ def data(vocabulary: int) -> PrepareConfig:
     if vocabulary not in made:
         raise RequestError(
             f"model.vocabulary cannot be {vocabulary} in the multi-hop study: its corpora have {' and '.join(map(str, made))} words. Leave "
-            f"it out, or make a corpus of your own with `depthroute data OUT --source {MULTI_HOP}` and give it as the data."
+            f"it out, or make a corpus of your own with `depthroute data prepare {MULTI_HOP} --out DIR` and give it as the data."
         )
-    return PrepareConfig(source=MULTI_HOP, multi_hop=made[vocabulary])
+    return PrepareConfig.of(MULTI_HOP, multi_hop=made[vocabulary])
 
 
 def multi_hop_study(
@@ -177,7 +177,7 @@ def _corpus(data: Path) -> MultiHopConfig | None:
     prepared = read_manifest(data).prepare
     if prepared.multi_hop is None:
         raise RequestError(
-            f"{data} was made from {prepared.source!r}, and this study asks for hops; make its data with `depthroute data OUT --source "
+            f"{data} was made from {prepared.sources[0].path!r}, and this study asks for hops; make its data with `depthroute data OUT --source "
             f"{MULTI_HOP}`, or leave the data out."
         )
     return prepared.multi_hop

@@ -91,7 +91,8 @@ def branch_run(config: RunConfig, directory: Path, trunk: Path) -> int:
     step, which this function fills again and `train` trains from its first step.
 
     Raises:
-        RequestError: the two do not fit (see `branch_step`), the folder has started, or holds another run.
+        RequestError: the two do not fit (see `branch_step`), the folder has started, or holds another run, or the trunk was trained by an
+            earlier version, in another order of batches.
         FailureError: the trunk has not come so far, or was changed by hand; the disk is full.
     """
     directory = Path(directory)
@@ -107,6 +108,7 @@ def branch_run(config: RunConfig, directory: Path, trunk: Path) -> int:
             checkpoint.verify(source)
         except FailureError as error:
             raise FailureError(f"{directory} cannot start from {trunk}: {error}") from error
+    checkpoint.refuse_other_order(kept[-1], config.train.steps)
     environment = read_json(trunk / "environment.json")
     environment.pop("workers", None)  # of the trunk's study; the branch's own is written when it ends
     environment["branched_from"] = {"folder": os.path.relpath(trunk, directory), "step": step}

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from depthroute.common.errors import FailureError, RequestError
 from depthroute.common.files import explain_os_errors, new_folder, read_json, sha256_of, sync, write_json
+from depthroute.data.order import ORDER
 from depthroute.train.optimiser import Optimiser
 
 if TYPE_CHECKING:
@@ -124,6 +125,29 @@ def latest(run: Path) -> Path | None:
     """The checkpoint of the highest step, or None. What a crash left half written does not count."""
     found = _checkpoints(run / "checkpoints")
     return found[-1] if found else None
+
+
+def to_resume(run: Path, steps: int) -> Path | None:
+    """The checkpoint that a run of `steps` steps goes on from, or None.
+
+    Raises:
+        RequestError: its steps read their batches in another order than the next ones would, which would show some windows twice.
+        FailureError: its state is damaged.
+    """
+    found = latest(run)
+    if found is not None:
+        refuse_other_order(found, steps)
+    return found
+
+
+def refuse_other_order(checkpoint: Path, steps: int) -> None:
+    """What `to_resume` refuses. Before the first step and after the last there is nothing left to refuse."""
+    state = read_state(checkpoint)
+    if 0 < state["step"] < steps and state.get("order") != ORDER:
+        raise RequestError(
+            f"{checkpoint} was begun with another order of batches than this version's ({state.get('order', 'none is recorded')}, not "
+            f"{ORDER}), by an earlier version: it cannot go on with the same data in this one. Start the run in a new folder."
+        )
 
 
 def load(checkpoint: Path, model: nn.Module, optimiser: Optimiser) -> dict[str, Any]:

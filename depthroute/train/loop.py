@@ -21,7 +21,9 @@ import torch
 from depthroute.common.config import to_json
 from depthroute.common.errors import FailureError, RequestError
 from depthroute.common.files import read_json
-from depthroute.data import BatchOrder, TokenDataset, evaluation_windows
+from depthroute.data import TokenDataset, evaluation_windows
+from depthroute.data.loader import Batch, Loader
+from depthroute.data.order import ORDER
 from depthroute.model import Decoder
 from depthroute.parallel.layout import Layout
 from depthroute.parallel.world import first, joined, started
@@ -128,15 +130,10 @@ class _Run:
         self.settings = config.train
         self.folder = folder
         self.interruption = interruption
-        self.training_tokens = data.tokens("train")
-        self.validation_tokens = data.tokens("validation")
-        self.validation_boundaries = data.boundaries("validation")
-        self.markers = data.manifest.markers
-        evaluation_windows(self.validation_tokens, config.model.context, self.settings.evaluation_tokens)  # refuses too few tokens now
-        self.order = BatchOrder(
-            number_of_tokens=len(self.training_tokens), context=config.model.context,
-            sequences=self.settings.sequences, seed=self.settings.seed,
-        )
+        self.data = data
+        self.held_out = data.held_out(limit=self.settings.evaluation_tokens)
+        evaluation_windows(self.held_out.tokens, config.model.context)  # refuses too few tokens now
+        data.order(config.model.context, self.settings.sequences, self.settings.seed)  # and here those of the training
         self.workers = workers
         self.step = 0
         self.saved: int | None = None  # the step of the last checkpoint, or of the one that is being written
@@ -145,6 +142,14 @@ class _Run:
     def complete(self, facts: dict[str, Any], *, visible: bool, sinks: Sequence[str]) -> dict[str, Any]:
         """Continue from the last checkpoint to the last step."""
         self._resume()
+        loader = Loader(
+            self.data, context=self.config.model.context, sequences=self.settings.sequences, seed=self.settings.seed,
+            rank=self.workers.share, world_size=self.workers.shares, start=self.step, documents=False,
+        )  # fmt: skip
+        with loader:
+            return self._train(iter(loader), facts, visible=visible, sinks=sinks)
+
+    def _train(self, batches: Iterator[Batch], facts: dict[str, Any], *, visible: bool, sinks: Sequence[str]) -> dict[str, Any]:
         steps = self.settings.steps
         console = _console(self.config, self.folder.path, self.step, visible=visible, writes=self.workers.first)
         complete = False
@@ -157,7 +162,7 @@ class _Run:
             while self.step < steps:
                 if wish:
                     self._stop(console)
-                wish = self._optimise(console)
+                wish = self._optimise(console, batches)
                 wish = not self._milestone(console) or wish
                 every = self.settings.checkpoint_every
                 if (every and self.step % every == 0) or self.step == steps or self.step in self.settings.keep_checkpoints:
@@ -183,7 +188,7 @@ class _Run:
             console.close()
 
     def _resume(self) -> None:
-        found = self.workers.from_first(lambda: checkpoint.latest(self.folder.path))
+        found = self.workers.from_first(lambda: checkpoint.to_resume(self.folder.path, self.settings.steps))
         if found is not None:
             state = self.workers.load(found)
             self.step = self.saved = state["step"]
@@ -207,11 +212,11 @@ class _Run:
                     was, now = (_layout(fact) if name == "parallel" else fact for fact in (first.get(name), facts.get(name)))
                     console.line(f"{name} was {was} and is {now}: the last bits of the losses may differ")
 
-    def _optimise(self, console: Console) -> bool:
+    def _optimise(self, console: Console, batches: Iterator[Batch]) -> bool:
         """One step; whether any process wishes to stop, which each says when it has taken it, so that the slowest is waited for."""
         started = time.perf_counter()
         settings, step = self.settings, self.step
-        nll = self.workers.accumulate(self.workers.batch(self.order, self.training_tokens, step))
+        nll = self.workers.accumulate(self.workers.batch(next(batches).tokens))
         loss, gradient_norm = nll.item() / self.config.tokens_per_step, self.workers.gradient_norm()
         if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
             self._refuse_step(loss, gradient_norm)
@@ -251,9 +256,10 @@ class _Run:
             return True
         settings = self.settings
         measured = evaluate(
-            self.workers.network, self.validation_tokens, context=self.config.model.context, limit_tokens=settings.evaluation_tokens,
+            self.workers.network, self.held_out.tokens, context=self.config.model.context, limit_tokens=None,
             microbatch=self.workers.evaluation_rows, device=settings.device, precision=settings.precision,
-            boundaries=self.validation_boundaries, markers=self.markers, stop=lambda: self.workers.agreed(self.interruption.requested),
+            boundaries=self.held_out.boundaries, markers=self.data.manifest.markers,
+            stop=lambda: self.workers.agreed(self.interruption.requested),
         )
         if measured is None:
             return False
@@ -273,7 +279,7 @@ class _Run:
             return
         self.folder.flush(sync=True)
         self._note_memory()
-        state = {"tokens": self.step * self.config.tokens_per_step, "peak_memory_bytes": self.peak_memory}
+        state = {"order": ORDER, "tokens": self.step * self.config.tokens_per_step, "peak_memory_bytes": self.peak_memory}
         self.workers.save(self.folder.path, self.step, state, self.settings.keep_checkpoints)
         self.saved = self.step
 

@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, distributed
 
 from depthroute.common.config import to_json
 from depthroute.common.errors import RequestError
-from depthroute.data import BatchOrder
 from depthroute.model import Decoder
 from depthroute.parallel.network import Network
 from depthroute.parallel.world import Value, World, from_first
@@ -25,6 +25,7 @@ from depthroute.train import sharded
 from depthroute.train.balance import balance
 from depthroute.train.config import RunConfig
 from depthroute.train.initialise import initialise
+from depthroute.train.on_one import on_device
 from depthroute.train.optimiser import build_optimiser
 from depthroute.train.run_folder import flattened
 
@@ -37,6 +38,7 @@ class OnMany:
         settings = config.train
         _check_same(config)
         self.world, self.first = world, world.rank == 0
+        self.share, self.shares = world.share, world.layout.shares
         self._z_loss = settings.z_loss
         self.network = Network(
             config.model, world, sequences=settings.sequences, microbatch=settings.microbatch or settings.sequences,
@@ -49,9 +51,8 @@ class OnMany:
         self.evaluation_rows = self.network.evaluation_rows
         self._saving: sharded.Saving | None = None
 
-    def batch(self, order: BatchOrder, tokens: Any, step: int) -> Tensor:
-        rows, share = self.network.rows, self.world.share
-        return torch.from_numpy(order.batch(tokens, step, slice(share * rows, (share + 1) * rows))).to(self.world.device)
+    def batch(self, tokens: np.ndarray) -> Tensor:
+        return on_device(tokens, self.world.device)
 
     def accumulate(self, batch: Tensor) -> Tensor:
         return self.network.accumulate(batch, self._z_loss)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from depthroute.data import BatchOrder
 from depthroute.model import Decoder
 from depthroute.parallel.world import Value
 from depthroute.train import checkpoint
@@ -24,10 +24,12 @@ from depthroute.train.optimiser import build_optimiser
 class OnOne:
     """What the training loop asks of whatever runs it: this process alone. `OnMany` is several.
 
-    `first`: whether this process writes the run's files. `network`: what an evaluation measures.
+    `first`: whether this process writes the run's files. `network`: what an evaluation measures. `share` of `shares`: which rows of every
+    batch this process has.
     """
 
     first = True
+    share, shares = 0, 1
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -39,9 +41,9 @@ class OnOne:
         self.parameter_counts = self.network.parameter_counts()
         self.evaluation_rows = config.train.microbatch or config.train.sequences
 
-    def batch(self, order: BatchOrder, tokens: Any, step: int) -> Tensor:
-        """What this process has of the batch of a step, int64 [sequences, context + 1]."""
-        return torch.from_numpy(order.batch(tokens, step)).to(self.config.train.device)
+    def batch(self, tokens: np.ndarray) -> Tensor:
+        """This process's rows of a batch, int64 [rows, context + 1], where it trains."""
+        return on_device(tokens, torch.device(self.config.train.device))
 
     def accumulate(self, batch: Tensor) -> Tensor:
         """Add the gradients of the whole batch, and return the sum of its token losses (float64)."""
@@ -84,6 +86,12 @@ class OnOne:
     def largest(self, value: int) -> int:
         """Over the processes."""
         return value
+
+
+def on_device(tokens: np.ndarray, device: torch.device) -> Tensor:
+    """The same numbers on `device`; a GPU copies them while this process goes on."""
+    found = torch.from_numpy(tokens)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
 
 def accumulate_gradients(model: Decoder, batch: Tensor, config: RunConfig) -> Tensor:

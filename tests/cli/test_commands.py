@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from depthroute.cli.data import Options as DataOptions
+from depthroute.cli.data import Prepare
 from depthroute.cli.main import main
 from depthroute.data import MultiHopConfig, PrepareConfig
 from depthroute.residual import SPECIFICATIONS, AttnResConfig, Body, Degenerate, PreNormConfig, parse_residual
@@ -108,7 +108,7 @@ def test_other_data_under_the_name_of_those_of_the_training_are_refused(
 def test_data_is_prepared_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"body": f"word{i} and more words {i * 7}"}) + "\n" for i in range(80)), encoding="utf-8")
-    options = ["data", str(tmp_path / "tokens"), "--source", str(text), "--text-column", "body", "--vocabulary", "280"]
+    options = ["data", "prepare", str(text), "--out", str(tmp_path / "tokens"), "--text-column", "body", "--vocabulary", "280"]
     options += ["--sample-one-in", "1", "--validation-share", "0.2", "--json"]
     assert main(options) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -117,29 +117,30 @@ def test_data_is_prepared_once(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_the_options_of_data_are_those_of_its_configuration() -> None:
-    options, config = dataclasses.asdict(DataOptions(out=Path())), dataclasses.asdict(PrepareConfig())
-    assert config.pop("multi_hop") is None
+    options, config = dataclasses.asdict(Prepare(out=Path())), dataclasses.asdict(PrepareConfig())
+    assert config.pop("multi_hop") is None and [source["path"] for source in config.pop("sources")] == ["docstrings"]
     assert {name: options[name] for name in config} == config
-    of_multi_hop = dataclasses.asdict(MultiHopConfig())
-    assert options.keys() - config.keys() - of_multi_hop.keys() == {"out", "json"}
+    of_multi_hop, of_sources = dataclasses.asdict(MultiHopConfig()), {"sources", "weights", "text_column", "id_column"}
+    assert options.keys() - config.keys() - of_multi_hop.keys() == {*of_sources, "out", "workers", "json"}
+    assert {name: options[name] for name in of_sources} == dict.fromkeys(of_sources, ())
     assert {name: options[name] for name in of_multi_hop} == dict.fromkeys(of_multi_hop)
 
 
 def test_data_makes_a_multi_hop_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["data", str(tmp_path / "tokens"), "--source", "multi-hop", "--documents", "100", "--hops", "3", "--json"]
+    options = ["data", "prepare", "multi-hop", "--out", str(tmp_path / "tokens"), "--documents", "100", "--hops", "3", "--json"]
     assert main(options) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["corpus"] == "multi-hop" and sum(facts[f"{split}_documents"] for split in ("train", "validation", "test")) == 100
     made = json.loads((tmp_path / "tokens" / "manifest.json").read_text())
     assert made["prepare"]["multi_hop"] == dataclasses.asdict(MultiHopConfig(documents=100, hops=3))
-    assert main(["data", str(tmp_path / "other"), "--hops", "3"]) == 2
-    assert "source 'docstrings' and multi_hop" in capsys.readouterr().err
+    assert main(["data", "prepare", "--out", str(tmp_path / "other"), "--hops", "3"]) == 2
+    assert "the sources docstrings and multi_hop" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
 
 
 def test_the_help_of_data_names_the_defaults_of_the_multi_hop_corpus(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["data", "--help"])
+        main(["data", "prepare", "--help"])
     words = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for name, default in dataclasses.asdict(MultiHopConfig()).items():
         after = words[words.index(f"--{name} "):]

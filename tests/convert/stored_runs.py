@@ -14,6 +14,7 @@ from torch import Tensor
 from depthroute.common.config import to_json
 from depthroute.common.files import write_json
 from depthroute.data import TokenDataset
+from depthroute.data.order import ORDER
 from depthroute.model import Decoder, ModelConfig
 from depthroute.residual import AttnResConfig
 from depthroute.train import RunConfig, TrainConfig, checkpoint, initialise, recorded_config
@@ -66,7 +67,7 @@ def write_run(
     write_json(folder / "environment.json", {"processor": "the first"})
     line = {"loss": 5.0, "learning_rate": 1e-3, "gradient_norm": 1.0, "seconds": 0.5}
     (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": n, "tokens": 64 * n, **line}) + "\n" for n in (1, 2)))
-    checkpoint.save(folder, 2, decoder, build_optimiser(decoder, config.train), {"tokens": 128, "peak_memory_bytes": 1})
+    checkpoint.save(folder, 2, decoder, build_optimiser(decoder, config.train), {"order": ORDER, "tokens": 128, "peak_memory_bytes": 1})
 
 
 def loaded(folder: Path) -> Decoder:

@@ -83,22 +83,25 @@ def test_wrong_requests_are_refused(arguments: tuple[int, int, int, int], messag
         BatchOrder(81, 10, 8, 0).windows(-1)
 
 
-@pytest.mark.parametrize(("limit", "windows"), [(None, 100), (1, 1), (10, 1), (11, 2), (640, 64), (1000, 100), (5000, 100)])
+@pytest.mark.parametrize(
+    ("limit", "targets"), [(None, 1000), (1, 1), (9, 9), (10, 10), (11, 11), (640, 640), (995, 995), (1000, 1000), (5000, 1000)]
+)
 @pytest.mark.parametrize("sequences", [1, 16, 200])
-def test_evaluation_reads_the_first_windows_in_order(limit: int | None, windows: int, sequences: int) -> None:
+def test_evaluation_reads_exactly_the_first_targets_in_order(limit: int | None, targets: int, sequences: int) -> None:
     parts = list(evaluation_windows(TOKENS, 10, limit, sequences=sequences))
-    assert max(map(len, parts)) <= sequences
-    found = np.concatenate(parts)
-    assert found.dtype == np.int64 and found.shape == (windows, 11)
-    np.testing.assert_array_equal(found[:, 1:].ravel(), np.arange(1, windows * 10 + 1))  # each target once, in order
+    assert max(map(len, parts)) <= sequences and {part.dtype for part in parts} == {np.dtype(np.int64)}
+    lengths = [part.shape[1] - 1 for part in parts for _ in part]
+    assert lengths == [10] * (targets // 10) + [targets % 10] * (targets % 10 > 0)
+    np.testing.assert_array_equal(np.concatenate([part[:, 1:].ravel() for part in parts]), np.arange(1, targets + 1))
+    assert all((part[:, 1:] == part[:, :-1] + 1).all() for part in parts)
 
 
-def test_evaluation_refuses_what_holds_no_window() -> None:
-    with pytest.raises(RequestError, match="the split has 10 tokens, which is less than a window of 10 and one more"):
-        evaluation_windows(TOKENS[:10], 10)
+def test_evaluation_refuses_what_holds_no_target() -> None:
+    with pytest.raises(RequestError, match="the split has 1 tokens, and an evaluation needs one and another"):
+        evaluation_windows(TOKENS[:1], 10)
     with pytest.raises(RequestError, match="limit_tokens cannot be 0"):
         evaluation_windows(TOKENS, 10, 0)
 
 
-GOLDEN_FIRST = [30, 660, 220, 510, 230, 990, 320, 290]
-GOLDEN_ACROSS_EPOCHS = [310, 540, 570, 820, 280, 120, 300, 990]
+GOLDEN_FIRST = [150, 810, 660, 650, 460, 470, 730, 820]
+GOLDEN_ACROSS_EPOCHS = [480, 350, 790, 750, 590, 760, 430, 160]

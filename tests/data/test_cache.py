@@ -14,6 +14,7 @@ from depthroute.common.errors import RequestError
 from depthroute.data import ContentHash, DocstringCorpus, Document, PrepareConfig, TokenDataset
 from depthroute.data import cache as data_cache
 from depthroute.data.cache import prepare_shared
+from depthroute.data.corpus import document_digest
 
 CONFIG = PrepareConfig(vocabulary=300, sample_one_in=1, validation_share=0.2, test_share=0.0)
 
@@ -27,10 +28,11 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def small(report: object = None) -> DocstringCorpus:
         content = ContentHash()
         for line in path.read_text().splitlines():
-            content.add(Document(**json.loads(line)))
+            content.add(document_digest(Document(**json.loads(line))))
         return DocstringCorpus(path=path, content_hash=content.hexdigest(), contents=(), missing=(), skipped={})
 
-    monkeypatch.setattr(importlib.import_module("depthroute.data.prepare"), "docstring_corpus", small)
+    for module in ("cache", "work"):
+        monkeypatch.setattr(importlib.import_module(f"depthroute.data.{module}"), "docstring_corpus", small)
     return path
 
 
@@ -145,6 +147,6 @@ def test_a_folder_with_something_in_it_and_other_sources_are_left_to_prepare(cor
     (tmp_path / "a/mine.txt").write_text("")
     with pytest.raises(RequestError, match="is not empty and holds no prepared data"):
         prepare_shared(CONFIG, tmp_path / "a", cache=tmp_path / "cache")
-    source = PrepareConfig(source=str(corpus), vocabulary=300, sample_one_in=1, validation_share=0.2, test_share=0.0)
+    source = PrepareConfig.of(str(corpus), vocabulary=300, sample_one_in=1, validation_share=0.2, test_share=0.0)
     prepare_shared(source, tmp_path / "b", cache=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()

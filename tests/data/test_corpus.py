@@ -13,6 +13,7 @@ import pytest
 from depthroute.common.errors import FailureError
 from depthroute.data import DocstringCorpus, Document, docstring_corpus
 from depthroute.data.docstrings import docstrings
+from tests.data.preparation import read
 
 MODULE = '''"""Module."""
 import os
@@ -101,7 +102,7 @@ def test_the_corpus_of_an_installation(installation: Path, capfd: pytest.Capture
     """Also: nothing is imported (the package would raise), and no SyntaxWarning of other people's files is shown or raised."""
     found = extract(installation)
     skipped: Counter[str] = Counter()
-    assert dict(found.documents(skipped)) == {
+    assert dict(read(found, skipped)) == {
         "fakepackage": "Fake.",
         "fakepackage.warns": "An invalid \\d escape.",
         "json": "Json.",
@@ -119,20 +120,20 @@ def test_the_corpus_of_an_installation(installation: Path, capfd: pytest.Capture
 
 
 def test_documents_are_ordered_by_the_hash_of_their_ids(installation: Path) -> None:
-    ids = [document.id for document in extract(installation).documents(Counter())]
+    ids = [document.id for document in read(extract(installation))]
     assert ids == sorted(ids, key=lambda name: hashlib.blake2b(name.encode(), digest_size=8).digest()) != sorted(ids)
 
 
 def test_the_cache_is_used_once_made_and_made_again_when_damaged(installation: Path) -> None:
     lines: list[str] = []
     first = extract(installation, lines)
-    documents = list(first.documents(Counter()))
+    documents = read(first)
     assert extract(installation, lines) == first
     assert len(lines) == 1
     whole = first.path.read_bytes()
     for damage in (whole[:-10], whole.replace(b"Json", b"Jsom"), None):
         first.path.unlink() if damage is None else first.path.write_bytes(damage)
-        assert list(extract(installation, lines).documents(Counter())) == documents
+        assert read(extract(installation, lines)) == documents
     assert len(lines) == 4
 
 
@@ -141,8 +142,8 @@ def test_other_sources_get_another_cache_and_another_hash(installation: Path) ->
     (installation / "stdlib" / "solo.py").write_text('"""Changed."""', encoding="utf-8")
     second = extract(installation)
     assert first.path != second.path and first.content_hash != second.content_hash
-    assert Document("solo", "Solo.") in list(first.documents(Counter()))
-    assert Document("solo", "Changed.") in list(second.documents(Counter()))
+    assert Document("solo", "Solo.") in read(first)
+    assert Document("solo", "Changed.") in read(second)
 
 
 def test_the_users_cache_folder_is_the_default(installation: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +157,7 @@ def test_the_users_cache_folder_is_the_default(installation: Path, monkeypatch: 
 @pytest.mark.parametrize("refusal", [errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.ENOSPC])
 def test_a_cache_that_cannot_be_written_costs_only_the_cache(installation: Path, monkeypatch: pytest.MonkeyPatch, refusal: int) -> None:
     kept = extract(installation)
-    expected = list(kept.documents(Counter()))
+    expected = read(kept)
     kept.path.unlink()
 
     def refuse(*_: object, **__: object) -> None:
@@ -165,7 +166,7 @@ def test_a_cache_that_cannot_be_written_costs_only_the_cache(installation: Path,
     monkeypatch.setattr("tempfile.mkstemp", refuse)
     lines: list[str] = []
     found = extract(installation, lines)
-    assert list(found.documents(Counter())) == list(found.documents(Counter())) == expected
+    assert read(found) == read(found) == expected
     assert found.stamp() == kept.stamp() and not found.path.exists()
     assert len(lines) == 2 and lines[1].startswith("the docstrings are not kept for the next time: ")
 
@@ -182,7 +183,7 @@ def test_a_file_that_cannot_be_read_is_counted(installation: Path, monkeypatch: 
     monkeypatch.setattr(Path, "is_file", lambda path: True)
     monkeypatch.setattr("os.walk", lambda root: [(str(root), [], [path.name for path in Path(root).glob("*.py")])])
     skipped: Counter[str] = Counter()
-    assert {document.id for document in extract(installation).documents(skipped)} >= {"solo"}
+    assert {document.id for document in read(extract(installation), skipped)} >= {"solo"}
     assert skipped["source files that this Python cannot read or parse"] == 2  # and old.py
 
 
@@ -193,7 +194,7 @@ def test_a_worker_that_fails_is_one_sentence(installation: Path, monkeypatch: py
 
 
 def test_the_real_standard_library(tmp_path: Path) -> None:
-    found = dict(docstring_corpus((), cache=tmp_path).documents(Counter()))
+    found = dict(read(docstring_corpus((), cache=tmp_path)))
     assert found["json.decoder"].startswith("Implementation of JSONDecoder\n\nSubclass of ValueError")
     assert sum(map(len, found.values())) > 1_000_000
     assert not [name for name in found if "test" in name.split(".") or "site-packages" in name]

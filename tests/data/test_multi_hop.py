@@ -13,18 +13,20 @@ import numpy as np
 import pytest
 
 from depthroute.common.errors import FailureError, RequestError
-from depthroute.data import EOS, UNK, ContentHash, MultiHopConfig, MultiHopCorpus, PrepareConfig, TokenDataset, prepare
+from depthroute.data import EOS, UNK, ContentHash, MultiHopConfig, MultiHopCorpus, PrepareConfig, Source, TokenDataset, prepare
+from depthroute.data.corpus import document_digest
+from tests.data.preparation import read
 
 SMALL = MultiHopConfig(entities=7, hops=4, queries=9, documents=150)
 
 
 def settings(config: MultiHopConfig = SMALL, **changes: Any) -> PrepareConfig:
-    given: dict[str, Any] = {"source": "multi-hop", "multi_hop": config, "validation_share": 0.2}
+    given: dict[str, Any] = {"sources": (Source(path="multi-hop"),), "multi_hop": config, "validation_share": 0.2}
     return PrepareConfig(**given | changes)
 
 
 def texts(config: MultiHopConfig) -> list[str]:
-    return [document.text for document in MultiHopCorpus(config=config).documents(Counter())]
+    return [document.text for document in read(MultiHopCorpus(config=config))]
 
 
 def triples(text: str) -> list[tuple[str, str, str]]:
@@ -125,10 +127,10 @@ def test_a_document_depends_on_the_seed_and_its_number_alone() -> None:
     assert texts(more)[:150] == texts(SMALL) == texts(SMALL)
     assert not set(texts(dataclasses.replace(SMALL, seed=1))) & set(texts(SMALL))
     content = ContentHash()
-    for document in MultiHopCorpus(config=SMALL).documents(Counter()):
-        content.add(document)
+    for document in read(MultiHopCorpus(config=SMALL)):
+        content.add(document_digest(document))
     # Another hash says that the same configuration would make other data than it did.
-    assert content.hexdigest() == "0d031792c6812ed3c9f98331bc31195aae1b88056ea39d0e1ecbb0e5cc8a9551"
+    assert content.hexdigest() == "94f5e68b0f291bc9e1142e1c69af40242ef99ece1228ec90f0c3a10ec4da8d1e"
 
 
 def test_the_shards_hold_the_documents_and_the_markers_their_answers(tmp_path: Path) -> None:
@@ -187,11 +189,9 @@ def test_wrong_sizes_are_refused(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"source": "docstrings"}, "source 'docstrings' and multi_hop .* do not go together"),
-        ({"multi_hop": None}, "source 'multi-hop' and multi_hop None do not go together: the source 'multi-hop' needs a MultiHopConfig"),
+        ({"sources": (Source(path="docstrings"),)}, "the sources docstrings and multi_hop .* do not go together"),
+        ({"multi_hop": None}, "the sources multi-hop and multi_hop None do not go together: the source 'multi-hop' needs a MultiHopConfig"),
         ({"vocabulary": 512}, "vocabulary cannot be 512 with the source 'multi-hop'"),
-        ({"text_column": "body"}, "text_column cannot be 'body' with the source 'multi-hop'"),
-        ({"id_column": "id"}, "id_column cannot be 'id' with the source 'multi-hop'"),
         ({"sample_one_in": 1}, "sample_one_in cannot be 1 with the source 'multi-hop'"),
     ],
 )

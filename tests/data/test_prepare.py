@@ -5,13 +5,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import threading
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +12,21 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from depthroute.common.errors import FailureError, RequestError
+from depthroute.common.errors import RequestError
 from depthroute.data import (
     EOS,
     SPLITS,
     Document,
     DocumentSplit,
-    FileCorpus,
-    Manifest,
     MultiHopConfig,
     PrepareConfig,
+    Source,
     TokenDataset,
     prepare,
     read_manifest,
 )
-from depthroute.data.prepare import BATCH_CHARACTERS, BATCH_DOCUMENTS, _batches
-
-Writer = Callable[..., Path]
-
-
-def config(source: Path, **changes: Any) -> PrepareConfig:
-    settings: dict[str, Any] = {"id_column": "id", "vocabulary": 300, "validation_share": 0.1, "test_share": 0.05}
-    return PrepareConfig(source=str(source), **(settings | changes))
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir() if not path.name.startswith(".")}
-
-
-def run_prepare(settings: PrepareConfig, directory: Path, *, before: str = "", report: str = "None", **environment: str) -> int:
-    """`prepare` in a new process; its exit status."""
-    code = f"""
-import json, os, signal, sys
-from pathlib import Path
-from depthroute.data import Manifest, PrepareConfig, prepare
-{before}
-prepare(PrepareConfig(**json.loads(sys.argv[1])), Path(sys.argv[2]), report={report})
-"""
-    command = [sys.executable, "-W", "error", "-c", code, json.dumps(dataclasses.asdict(settings)), str(directory)]
-    return subprocess.run(command, env=os.environ | environment).returncode
+from depthroute.data.work import BATCH_CHARACTERS, BATCH_DOCUMENTS, _batches
+from tests.data.preparation import Writer, config, documents_of
 
 
 def test_the_shards_hold_the_documents(write_jsonl: Writer, tmp_path: Path) -> None:
@@ -69,7 +38,7 @@ def test_the_shards_hold_the_documents(write_jsonl: Writer, tmp_path: Path) -> N
     assert dataset.manifest == manifest
     tokenizer = dataset.tokenizer()
     split = DocumentSplit(validation_share=0.1, test_share=0.05, sample_one_in=4, salt="depthroute")
-    documents = list(FileCorpus(source, id_column="id").documents(Counter()))
+    documents = documents_of(source)
     for name in SPLITS:
         expected = [document.text for document in documents if split.split_of(document.id) == name]
         tokens, boundaries = dataset.tokens(name), dataset.boundaries(name)
@@ -112,7 +81,7 @@ def ready(tmp_path: Path) -> Path:
 
 
 def with_tokenizer(source: Path, tokenizer: Path, **changes: Any) -> PrepareConfig:
-    return PrepareConfig(source=str(source), id_column="id", validation_share=0.1, tokenizer=str(tokenizer), **changes)
+    return PrepareConfig.of(str(source), id_column="id", validation_share=0.1, tokenizer=str(tokenizer), **changes)
 
 
 def test_a_ready_tokenizer_makes_the_tokens_and_ends_the_documents(write_jsonl: Writer, ready: Path, tmp_path: Path) -> None:
@@ -132,7 +101,7 @@ def test_a_ready_tokenizer_makes_the_tokens_and_ends_the_documents(write_jsonl: 
         tokens, boundaries = dataset.tokens(name), dataset.boundaries(name)
         assert np.flatnonzero(tokens == 257).tolist() == (boundaries[1:] - 1).tolist()
         texts += [dataset.tokenizer().decode(tokens[start:end].tolist()) for start, end in itertools.pairwise(boundaries)]
-    assert sorted(texts) == sorted(document.text for document in FileCorpus(source, id_column="id").documents(Counter()))
+    assert sorted(texts) == sorted(document.text for document in documents_of(source))
 
 
 def test_a_token_in_front_of_the_documents(write_jsonl: Writer, ready: Path, tmp_path: Path) -> None:
@@ -190,7 +159,7 @@ def test_a_ready_tokenizer_is_told_by_its_content(write_jsonl: Writer, ready: Pa
     with pytest.raises(RequestError, match="was prepared with another tokenizer"):
         prepare(with_tokenizer(source, moved), tmp_path / "data")
     with pytest.raises(RequestError, match=r"was prepared with tokenizer '.*', not None"):
-        prepare(PrepareConfig(source=str(source), id_column="id", validation_share=0.1), tmp_path / "data")
+        prepare(PrepareConfig.of(str(source), id_column="id", validation_share=0.1), tmp_path / "data")
     prepare(config(source), tmp_path / "ours")
     with pytest.raises(RequestError, match=r"was prepared with (vocabulary|tokenizer) "):
         prepare(with_tokenizer(source, moved), tmp_path / "ours")
@@ -211,24 +180,9 @@ def test_a_manifest_from_before_ready_tokenizers_reads_as_it_did(write_jsonl: Wr
     assert value["prepare"].pop("tokenizer") is None and value["prepare"].pop("end_of_document") is None
     path.write_text(json.dumps(value), encoding="utf-8")
     assert prepare(config(source), tmp_path / "data") == read_manifest(tmp_path / "data") == manifest
-    files = sorted([entry["name"], entry["bytes"], entry["sha256"]] for entry in value["files"])
+    files = sorted([entry["name"], entry["bytes"], entry["sha256"]] for entry in value["files"] if ".ids." not in entry["name"])
     identity = json.dumps({"dtype": "uint16", "files": files, "format": 1}, separators=(",", ":"))
     assert manifest.fingerprint == hashlib.sha256(identity.encode()).hexdigest()
-
-
-def test_a_new_process_writes_the_same_bytes(write_jsonl: Writer, tmp_path: Path) -> None:
-    """Also with other hash seeds and another number of threads, and when the files lie somewhere else."""
-    source = write_jsonl(300)
-    prepare(config(source), tmp_path / "one")
-    moved = tmp_path / "moved.jsonl"
-    source.rename(moved)
-    environment = {"PYTHONHASHSEED": "7", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    assert run_prepare(config(moved), tmp_path / "two", **environment) == 0
-    one, two = contents(tmp_path / "one"), contents(tmp_path / "two")
-    for name in one.keys() - {"manifest.json", "source.json"}:
-        assert one[name] == two[name], name
-    assert read_manifest(tmp_path / "one").fingerprint == read_manifest(tmp_path / "two").fingerprint
-    assert read_manifest(tmp_path / "one").corpus.content_hash == read_manifest(tmp_path / "two").corpus.content_hash
 
 
 def test_the_fingerprint_is_that_of_the_tokens(write_jsonl: Writer, tmp_path: Path) -> None:
@@ -249,129 +203,6 @@ def test_a_large_vocabulary_is_stored_in_32_bits(write_jsonl: Writer, tmp_path: 
         dataset = TokenDataset.open(tmp_path / expected)
         assert manifest.dtype == dataset.tokens("train").dtype.name == expected
         assert dataset.tokens("train").max() < 300 and len(dataset.tokens("train")) == manifest.splits.train.tokens
-
-
-def test_a_second_call_returns_at_once(write_jsonl: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = write_jsonl(100)
-    manifest = prepare(config(source), tmp_path / "data")
-    before = contents(tmp_path / "data")
-    monkeypatch.setattr(FileCorpus, "documents", lambda *_: pytest.fail("the documents were read again"))
-    assert prepare(config(source), tmp_path / "data") == manifest
-    assert contents(tmp_path / "data") == before
-
-
-def test_files_that_were_only_touched_or_moved_are_the_same_corpus(write_jsonl: Writer, tmp_path: Path) -> None:
-    source = write_jsonl(100)
-    manifest = prepare(config(source), tmp_path / "data")
-    os.utime(source, ns=(1, 1))
-    lines: list[str] = []
-    assert prepare(config(source), tmp_path / "data", report=lines.append) == manifest
-    assert len(lines) == 1 and "comparing their content" in lines[0]
-    moved = source.rename(tmp_path / "moved.jsonl")
-    assert prepare(config(moved), tmp_path / "data") == manifest
-    assert prepare(config(moved), tmp_path / "data", report=lambda line: pytest.fail(line)) == manifest  # the stamp was renewed
-
-
-def test_another_corpus_or_configuration_is_refused(write_jsonl: Writer, tmp_path: Path) -> None:
-    source = write_jsonl(100)
-    prepare(config(source), tmp_path / "data")
-    before = contents(tmp_path / "data")
-    with pytest.raises(RequestError, match="was prepared with vocabulary 300, not 310; give another directory"):
-        prepare(config(source, vocabulary=310), tmp_path / "data")
-    with pytest.raises(RequestError, match="was prepared from another corpus"):
-        prepare(config(write_jsonl(101)), tmp_path / "data")
-    assert contents(tmp_path / "data") == before
-
-
-def test_a_directory_of_somebody_else_is_refused(write_jsonl: Writer, tmp_path: Path) -> None:
-    source = write_jsonl(100)
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "train.bin").write_bytes(b"precious")
-    with pytest.raises(RequestError, match="is not empty and holds no prepared data"):
-        prepare(config(source), tmp_path / "theirs")
-    assert (tmp_path / "theirs" / "train.bin").read_bytes() == b"precious"
-    with pytest.raises(RequestError, match="is a file; give the path of a directory"):
-        prepare(config(source), source)
-
-
-KILL = "os.kill(os.getpid(), signal.SIGKILL)"
-
-
-@pytest.mark.parametrize(
-    ("before", "report"),
-    [
-        ("", f"lambda line: {KILL} if line.startswith('training') else None"),
-        ("", f"lambda line: {KILL} if line.startswith('tokenizing') else None"),
-        (f"from depthroute.data.shards import ShardWriter\nShardWriter.finish = lambda self: {KILL}", "None"),
-        (f"Manifest.write = lambda self, directory: {KILL}", "None"),
-    ],
-    ids=["while training the tokenizer", "before the shards", "with shards half flushed", "before the manifest"],
-)
-def test_a_killed_preparation_is_finished_by_the_next_call(before: str, report: str, write_jsonl: Writer, tmp_path: Path) -> None:
-    settings = config(write_jsonl(200))
-    assert run_prepare(settings, tmp_path / "killed", before=before, report=report) == -signal.SIGKILL
-    with pytest.raises(RequestError, match=r"holds no manifest\.json"):
-        TokenDataset.open(tmp_path / "killed")
-    prepare(settings, tmp_path / "killed")
-    prepare(settings, tmp_path / "whole")
-    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
-
-
-def test_two_processes_may_prepare_at_once(write_jsonl: Writer, tmp_path: Path) -> None:
-    """The second waits while the first is held in its report, then finds the work done."""
-    settings = config(write_jsonl(100))
-    working, waiting = threading.Event(), threading.Event()
-    told: dict[str, list[str]] = {"first": [], "second": []}
-
-    def first(line: str) -> None:
-        told["first"].append(line)
-        working.set()
-        assert waiting.wait(30)
-
-    def second(line: str) -> None:
-        told["second"].append(line)
-        waiting.set()
-
-    results: dict[str, Manifest] = {}
-    one = threading.Thread(target=lambda: results.update(first=prepare(settings, tmp_path / "data", report=first)))
-    one.start()
-    assert working.wait(30)
-    results["second"] = prepare(settings, tmp_path / "data", report=second)
-    one.join(30)
-    assert results["first"] == results["second"]
-    assert len(told["second"]) == 1 and "waiting" in told["second"][0]
-
-
-@pytest.mark.parametrize("name", ["train.bin", "validation.index.bin", "tokenizer.json"])
-def test_damaged_files_are_named(name: str, write_jsonl: Writer, tmp_path: Path) -> None:
-    settings, directory = config(write_jsonl(100)), tmp_path / "data"
-    prepare(settings, directory)
-    whole = (directory / name).read_bytes()
-    (directory / name).write_bytes(whole[:-2])
-    for opening in (lambda: TokenDataset.open(directory), lambda: prepare(settings, directory)):
-        with pytest.raises(FailureError, match=f"{name} has {len(whole) - 2} bytes and the manifest says {len(whole)}"):
-            opening()
-    (directory / name).write_bytes(whole[:-2] + bytes([whole[-2] ^ 1, whole[-1]]))
-    TokenDataset.open(directory)
-    with pytest.raises(FailureError, match=f"{name} does not have the SHA-256 that the manifest says"):
-        TokenDataset.open(directory, verify=True)
-    (directory / name).unlink()
-    with pytest.raises(FailureError, match=f"{name} is missing"):
-        TokenDataset.open(directory)
-
-
-def test_damaged_manifests_are_named(write_jsonl: Writer, tmp_path: Path) -> None:
-    prepare(config(write_jsonl(100)), tmp_path / "data")
-    path = tmp_path / "data" / "manifest.json"
-    whole = path.read_text(encoding="utf-8")
-    for damaged, message in (
-        (whole[:200], "is not valid JSON"),
-        (whole.replace('"format": 1', '"format": 2'), "has the format 2, this version reads 1"),
-        (whole.replace('"bytes_per_token"', '"bytes_a_token"'), "is not a whole manifest: .*unknown field 'bytes_a_token'"),
-    ):
-        path.write_text(damaged, encoding="utf-8")
-        with pytest.raises(FailureError, match=message):
-            TokenDataset.open(tmp_path / "data")
 
 
 def test_an_empty_test_split_is_an_empty_array(write_jsonl: Writer, tmp_path: Path) -> None:
@@ -421,11 +252,18 @@ def test_the_share_that_the_refusal_names_is_enough(write_jsonl: Writer, tmp_pat
         ({"validation_share": math.nan}, "validation_share cannot be nan"),
         ({"salt": ""}, "salt cannot be ''"),
         ({"salt": "a\0b"}, "salt cannot be"),
-        ({"source": ""}, "source cannot be empty"),
+        ({"sources": ()}, "sources cannot be empty"),
+        ({"sources": (Source(path="a"), Source(path="a"))}, "the source a is there twice"),
+        ({"sources": (Source(path="a", weight=0.5), Source(path="b"))}, "1 of 2 sources have a weight; give all of them one, or none"),
+        ({"sources": (Source(path="multi-hop"), Source(path="b")), "multi_hop": MultiHopConfig()}, "cannot be mixed with others"),
+        ({"sources": (Source(path="multi-hop"),)}, "needs a MultiHopConfig"),
         ({"tokenizer": "t.json", "vocabulary": 300}, r"vocabulary cannot be 300 with the ready tokenizer t\.json; leave it out"),
         ({"tokenizer": "t.json", "sample_one_in": 2}, "sample_one_in cannot be 2 with the ready tokenizer"),
         ({"end_of_document": "</s>"}, "end_of_document cannot be '</s>' with a tokenizer that is trained"),
-        ({"source": "multi-hop", "multi_hop": MultiHopConfig(), "tokenizer": "t.json"}, "tokenizer cannot be 't.json' with the source"),
+        (
+            {"sources": (Source(path="multi-hop"),), "multi_hop": MultiHopConfig(), "tokenizer": "t.json"},
+            "tokenizer cannot be 't.json' with the source",
+        ),
     ],
 )
 def test_wrong_configurations_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -433,21 +271,19 @@ def test_wrong_configurations_are_refused(changes: dict[str, Any], message: str)
         PrepareConfig(**changes)
 
 
-def test_columns_of_the_docstrings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="text_column and id_column belong to files"):
-        prepare(PrepareConfig(id_column="id"), tmp_path / "data")
-
-
-def test_a_corpus_that_changes_while_it_is_read_is_refused(write_jsonl: Writer, tmp_path: Path) -> None:
-    source = write_jsonl(100)
-
-    def change(line: str) -> None:
-        if line.startswith("tokenizing"):
-            write_jsonl(99)
-
-    with pytest.raises(FailureError, match="changed while it was being read"):
-        prepare(config(source), tmp_path / "data", report=change)
-    assert not (tmp_path / "data" / "manifest.json").exists()
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"path": ""}, "path of a source cannot be empty"),
+        ({"path": "docstrings", "id_column": "id"}, "text_column and id_column belong to files"),
+        ({"path": "a", "text_column": ""}, "text_column of a source cannot be empty"),
+        ({"path": "a", "weight": 0.0}, "the weight of a cannot be 0.0; it takes a number above 0"),
+        ({"path": "a", "weight": math.inf}, "the weight of a cannot be inf"),
+    ],
+)
+def test_wrong_sources_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        Source(**changes)
 
 
 def test_batches_hold_a_bounded_amount_of_text() -> None:
@@ -462,33 +298,3 @@ def test_batches_hold_a_bounded_amount_of_text() -> None:
     assert len(next(_batches(documents(10)))) == taken == BATCH_DOCUMENTS
     taken = 0
     assert len(next(_batches(documents(BATCH_CHARACTERS // 3)))) == taken == 3 + 1
-
-
-def test_a_full_disk_is_one_sentence(write_jsonl: Writer, tmp_path: Path) -> None:
-    """`/dev/full` refuses every byte as a full disk does."""
-    settings, directory = config(write_jsonl(100)), tmp_path / "data"
-    directory.mkdir()
-    (directory / "source.json").write_text("{}", encoding="utf-8")
-    (directory / "train.bin").symlink_to("/dev/full")
-    with pytest.raises(FailureError, match=r"the disk is full while writing .*train\.bin; free some space"):
-        prepare(settings, directory)
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
-def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
-    """Preparing 18 MB of text peaks less than 8 MB above preparing 3 MB. (`ru_maxrss` would start with the peak of this process.)"""
-    code = (
-        "import sys; from pathlib import Path; from depthroute.data import PrepareConfig, prepare\n"
-        "prepare(PrepareConfig(source=sys.argv[1], vocabulary=300, sample_one_in=1), Path(sys.argv[2]))\n"
-        "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
-    )
-    one_heap = os.environ | {"RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}  # the heaps of threads fragment, and hide what is measured
-    peaks = []
-    for megabytes in (3, 18):
-        source = tmp_path / f"{megabytes}.jsonl"
-        with source.open("w", encoding="utf-8") as file:
-            for i in range(megabytes * 100):
-                file.write(json.dumps({"text": f"the residual stream {i} of a network " * 280}) + "\n")
-        command = [sys.executable, "-c", code, str(source), str(tmp_path / str(megabytes))]
-        peaks.append(int(subprocess.run(command, capture_output=True, text=True, check=True, env=one_heap).stdout))
-    assert peaks[1] - peaks[0] < 8 * 1024, peaks

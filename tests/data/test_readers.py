@@ -13,7 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from depthroute.common.errors import DepthrouteError, FailureError, RequestError
-from depthroute.data import Document, FileCorpus
+from depthroute.data import Document, FileCorpus, Source, parquet, rows
+from depthroute.data.hub import HubCorpus
+from depthroute.data.readers import open_source
 
 ROWS = [{"id": "a", "text": "First, with ∑."}, {"id": "b", "text": "Second\r\nwith two lines."}, {"id": "c", "text": "Third."}]
 EXPECTED = [Document(row["id"], row["text"]) for row in ROWS]
@@ -25,16 +27,21 @@ def write(path: Path, rows: Sequence[Any] = ROWS) -> Path:
         pq.write_table(pa.Table.from_pylist(list(rows)), path, row_group_size=2)
     elif path.suffix == ".gz":
         path.write_bytes(gzip.compress(lines))
+    elif path.suffix == ".zst":
+        path.write_bytes(pa.compress(lines, codec="zstd", asbytes=True))
     else:
         path.write_bytes(lines)
     return path
 
 
 def read(path: Path, skipped: Counter[str] | None = None, **options: Any) -> list[Document]:
-    return list(FileCorpus(path, **options).documents(Counter() if skipped is None else skipped))
+    """All documents. Each part is read by a corpus of its own, as in worker processes."""
+    skipped = Counter() if skipped is None else skipped
+    parts = FileCorpus(path, **options).parts(skipped)
+    return [document for part in parts for document in FileCorpus(path, **options).documents(part, skipped)]
 
 
-KINDS = pytest.mark.parametrize("name", ["d.parquet", "d.jsonl", "d.jsonl.gz", "D.JSONL"])
+KINDS = pytest.mark.parametrize("name", ["d.parquet", "d.jsonl", "d.jsonl.gz", "d.jsonl.zst", "D.JSONL"])
 
 
 @KINDS
@@ -85,7 +92,15 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
     write(tmp_path / "b" / "3.jsonl.gz", [{"text": "b/3"}])
     skipped: Counter[str] = Counter()
     corpus = FileCorpus(tmp_path)
-    assert [document.text for document in corpus.documents(skipped)] == ["a.txt", "b/1.txt", "b/2.txt", "b/3", "c.txt"]
+    parts = corpus.parts(skipped)
+    assert [part.name for part in parts] == ["a.txt", "b/1.txt", "b/2.txt", "b/3.jsonl.gz", "c.txt"]
+    assert [document.text for part in parts for document in corpus.documents(part, skipped)] == [
+        "a.txt",
+        "b/1.txt",
+        "b/2.txt",
+        "b/3",
+        "c.txt",
+    ]
     assert corpus.contents == ("a.txt", "b/1.txt", "b/2.txt", "b/3.jsonl.gz", "c.txt")
     kinds = ("files of another kind (.csv)", "files of another kind (.md)", "files of another kind (no suffix)")
     assert skipped == dict.fromkeys(kinds, 1)
@@ -103,7 +118,8 @@ def test_documents_are_streamed(tmp_path: Path) -> None:
     """The first rows arrive although a later one is broken, so they were not read together."""
     path = tmp_path / "d.jsonl"
     path.write_bytes(b'{"text": "one"}\n{"text": "two"}\nnot JSON\n')
-    documents = FileCorpus(path).documents(Counter())
+    corpus = FileCorpus(path)
+    documents = corpus.documents(corpus.parts(Counter())[0], Counter())
     assert [next(documents).text, next(documents).text] == ["one", "two"]
     with pytest.raises(FailureError, match="row 3"):
         next(documents)
@@ -117,7 +133,9 @@ def refusal(path: Path, kind: type[DepthrouteError], **options: Any) -> str:
     return message
 
 
-@pytest.mark.parametrize(("name", "where"), [("d.parquet", "d.parquet"), ("d.jsonl", "d.jsonl row 1"), ("d.jsonl.gz", "d.jsonl.gz row 1")])
+@pytest.mark.parametrize(
+    ("name", "where"), [("d.parquet", "d.parquet"), ("d.jsonl", "d.jsonl row 1"), ("d.jsonl.zst", "d.jsonl.zst row 1")]
+)
 @pytest.mark.parametrize("option", ["text_column", "id_column"])
 def test_a_missing_column_is_refused_with_the_nearest(name: str, where: str, option: str, tmp_path: Path) -> None:
     rows = [{"texts": "t", "text": "t", "ident": "i"}]
@@ -127,12 +145,24 @@ def test_a_missing_column_is_refused_with_the_nearest(name: str, where: str, opt
     assert f"{where}: {option}: unknown column {wrong!r}; perhaps you meant {nearest!r}. Allowed: ident, text, texts." in message
 
 
-@KINDS
-def test_a_column_that_is_not_text_is_refused(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["d.jsonl", "d.jsonl.gz", "d.jsonl.zst"])
+def test_a_value_that_is_not_text_is_refused(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / name, [{"text": 3, "id": 1.5}])
     assert "row 1: column 'text' must hold text, not 3" in refusal(path, RequestError)
-    path = write(tmp_path / name, [{"text": "a", "id": 1.5}])
-    assert "row 1: column 'id' must hold text or whole numbers, not 1.5" in refusal(path, RequestError, id_column="id")
+    for wrong in (1.5, True, ["a"]):
+        path = write(tmp_path / name, [{"text": "a", "id": wrong}])
+        assert f"row 1: column 'id' must hold text or whole numbers, not {wrong}" in refusal(path, RequestError, id_column="id")
+
+
+def test_a_parquet_column_that_is_not_text_is_refused_before_reading(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.parquet", [{"text": 3, "id": 1.5, "other": "t", "inner": {"x": "t"}}])
+    for options, message in (
+        ({}, "column 'text' must hold text, not int64; choose another text_column"),
+        ({"text_column": "inner"}, "column 'inner' must hold text, not columns of its own"),
+        ({"text_column": "other", "id_column": "id"}, "column 'id' must hold text or whole numbers, not double; choose another id_column"),
+    ):
+        with pytest.raises(RequestError, match=f"d.parquet: {message}"):
+            FileCorpus(path, **options).parts(Counter())
 
 
 def test_bytes_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
@@ -154,12 +184,16 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "t"}\n{"text": "t"\n')
     assert "a.jsonl row 2 is not valid JSON" in refusal(tmp_path / "a.jsonl", FailureError)
     (tmp_path / "a.jsonl").write_bytes(b'["t"]\n')
-    assert "a.jsonl row 1 must be a JSON object with the key 'text', not ['t']" in refusal(tmp_path / "a.jsonl", FailureError)
-    packed = write(tmp_path / "a.jsonl.gz", [{"text": str(i) * 50} for i in range(100)])
-    packed.write_bytes(packed.read_bytes()[:-20])
-    assert "a.jsonl.gz is not a whole gzip file: reading stopped after row" in refusal(packed, FailureError)
-    packed.write_bytes(b'{"text": "not compressed"}\n')
-    assert "a.jsonl.gz is not a whole gzip file: reading stopped after row 0" in refusal(packed, FailureError)
+    assert "a.jsonl row 1 must be a JSON object with a key for the text, not ['t']" in refusal(tmp_path / "a.jsonl", FailureError)
+    for kind, suffix in (("gzip", "gz"), ("zstd", "zst")):
+        packed = write(tmp_path / f"a.jsonl.{suffix}", [{"text": hashlib.sha512(bytes([i])).hexdigest()} for i in range(100)])
+        whole = packed.read_bytes()
+        packed.write_bytes(whole[:-20])
+        assert f"a.jsonl.{suffix} is not a whole {kind} file: reading stopped after row" in refusal(packed, FailureError)
+        packed.write_bytes(b'{"text": "not compressed"}\n')
+        assert f"a.jsonl.{suffix} is not a whole {kind} file: reading stopped after row 0" in refusal(packed, FailureError)
+        packed.write_bytes(b"")
+        assert f"a.jsonl.{suffix} is not a whole {kind} file: it is empty" in refusal(packed, FailureError)
     table = write(tmp_path / "a.parquet", [{"text": "t" * 100}])
     whole = table.read_bytes()
     for damaged in (whole[:-30], b"", b"PAR1 and nothing else"):
@@ -171,9 +205,146 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 
 def test_sources_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"the source '.*nothing' does not exist"):
-        FileCorpus(tmp_path / "nothing")
+        FileCorpus(tmp_path / "nothing").parts(Counter())
     with pytest.raises(RequestError, match="holds no file that can be read"):
-        FileCorpus(tmp_path)
+        FileCorpus(tmp_path).parts(Counter())
     (tmp_path / "a.csv").write_text("text\nt\n", encoding="utf-8")
-    with pytest.raises(RequestError, match=r"a\.csv is not of a kind that can be read; allowed: \.parquet, \.jsonl, \.jsonl\.gz, \.txt"):
-        FileCorpus(tmp_path / "a.csv")
+    with pytest.raises(
+        RequestError, match=r"a\.csv is not of a kind that can be read; allowed: \.parquet, \.jsonl, \.jsonl\.gz, \.jsonl\.zst, \.txt"
+    ):
+        FileCorpus(tmp_path / "a.csv").parts(Counter())
+
+
+# Line ends of both kinds, blank lines, characters of two and more bytes, a byte order mark, and no end of the last line.
+LINES = (
+    b'\xef\xbb\xbf{"text": "one \xc3\xa9", "id": "1"}\n\r\n  \n'
+    b'{"text": "two \xe2\x88\x91\xf0\x9f\x98\x80", "id": "2"}\r\n\n{"id": "3", "text": "three"}\n{"id": "4", "text": "f\xc3\xb6ur"}'
+)
+
+
+@pytest.mark.parametrize("part_bytes", [1, 2, 7, 40, 10**6])
+def test_documents_do_not_depend_on_the_cut_of_a_file_of_lines(part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "PART_BYTES", part_bytes)
+    path = tmp_path / "d.jsonl"
+    for lines in (LINES, LINES + b"\n", LINES + b"\r\n\r\n"):
+        path.write_bytes(lines)
+        assert len(FileCorpus(path).parts(Counter())) == -(-len(lines) // part_bytes)
+        assert read(path, id_column="id") == [
+            Document("1", "one é"),
+            Document("2", "two ∑😀"),
+            Document("3", "three"),
+            Document("4", "föur"),
+        ]
+
+
+@pytest.mark.parametrize("part_bytes", [1, 30, 10**6])
+def test_rows_are_counted_in_the_whole_file(part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "PART_BYTES", part_bytes)
+    (tmp_path / "d.jsonl").write_bytes(LINES + b"\nnot JSON\n")
+    assert "d.jsonl row 8 is not valid JSON" in refusal(tmp_path / "d.jsonl", FailureError)
+    not_text = pa.array([b"1", b"2", b"3", b"4", b"caf\xe9"]).view(pa.string())
+    pq.write_table(pa.table({"text": not_text}), tmp_path / "d.parquet", row_group_size=2)
+    assert "d.parquet row 5 is not valid UTF-8" in refusal(tmp_path / "d.parquet", FailureError)
+
+
+@pytest.mark.parametrize("part_bytes", [1, 300, 10**6])
+@pytest.mark.parametrize("batch_rows", [1, 3])
+def test_documents_do_not_depend_on_the_cut_of_a_parquet_file(
+    part_bytes: int, batch_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(parquet, "BATCH_ROWS", batch_rows)
+    given = [{"text": f"text {i}", "id": i} for i in range(9)]
+    path = write(tmp_path / "d.parquet", given)
+    parts = FileCorpus(path).parts(Counter())
+    assert [(part.start, part.end) for part in parts] == {1: [(i, i + 1) for i in range(5)], 300: [(0, 3), (3, 5)], 10**6: [(0, 5)]}[
+        part_bytes
+    ]
+    assert read(path, id_column="id") == [Document(str(row["id"]), row["text"]) for row in given]
+
+
+def test_several_compressed_pieces_are_one_file(tmp_path: Path) -> None:
+    lines = [(json.dumps(row) + "\n").encode() for row in ROWS]
+    (tmp_path / "d.jsonl.gz").write_bytes(b"".join(map(gzip.compress, lines)))
+    (tmp_path / "d.jsonl.zst").write_bytes(b"".join(pa.compress(line, codec="zstd", asbytes=True) for line in lines))
+    for name in ("d.jsonl.gz", "d.jsonl.zst"):
+        assert read(tmp_path / name, id_column="id") == EXPECTED
+
+
+@KINDS
+def test_dots_lead_into_nested_columns(name: str, tmp_path: Path) -> None:
+    given = [{"body": {"text": "a", "meta": {"id": 1}}, "x.y": "own", "x": {"y": "inner"}}, {"body": None, "x.y": "own", "x": None}]
+    skipped: Counter[str] = Counter()
+    assert read(write(tmp_path / name, given), skipped, text_column="body.text", id_column="body.meta.id") == [Document("1", "a")]
+    assert skipped == {"rows whose text is null": 1}
+    assert [document.text for document in read(tmp_path / name, text_column="x.y")] == ["own", "own"]
+    message = refusal(tmp_path / name, RequestError, text_column="body.tekst")
+    assert "perhaps you meant 'body.text'. Allowed: body.meta.id, body.text, x.y, x.y." in message
+
+
+@KINDS
+def test_known_schemas_are_found_by_their_columns(name: str, tmp_path: Path) -> None:
+    edu = {"text": "t", "id": "<urn:1>", "dump": "CC", "url": "http://", "score": 3.5}
+    ultra = {"content": "u", "score": 0.9, "source": "web"}
+    hashed = hashlib.sha256(b"t").hexdigest()
+    for row, columns, options in (
+        (edu, ("text", "id"), {}),
+        (edu, ("text", "id"), {"text_column": "text"}),
+        (edu, ("url", None), {"text_column": "url"}),
+        (edu, ("text", "dump"), {"id_column": "dump"}),
+        (ultra, ("content", None), {}),
+        ({**ultra, "text": "t"}, ("text", None), {}),
+        ({"text": "t", "id": "a"}, ("text", None), {}),
+    ):
+        (part,) = FileCorpus(write(tmp_path / name, [row]), **options).parts(Counter())
+        assert part.columns == columns
+    assert read(tmp_path / name) == [Document(hashed, "t")]
+
+
+def test_shards_of_known_schemas_may_differ_and_an_unknown_one_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "1.parquet", [{"text": "t", "id": "i", "dump": "CC", "url": "http://"}])
+    write(tmp_path / "2.jsonl", [{"content": "u", "score": 1.0}])
+    assert [document.text for document in read(tmp_path)] == ["t", "u"]
+    message = refusal(tmp_path, RequestError, text_column="content")
+    assert "1.parquet: text_column: unknown column 'content'" in message
+    write(tmp_path / "3.parquet", [{"body": "t", "id": "i"}])
+    assert "3.parquet: text_column: unknown column 'text'. Allowed: body, id." in refusal(tmp_path, RequestError)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())],
+    ids=["string", "large", "view", "coded"],
+)
+def test_every_arrow_type_of_text_is_read(kind: pa.DataType, tmp_path: Path) -> None:
+    texts = pa.array(["é", None, "∑", "é"])
+    coded = texts.dictionary_encode() if pa.types.is_dictionary(kind) else texts.cast(kind)
+    path = tmp_path / "d.parquet"
+    pq.write_table(pa.table({"text": coded, "id": coded}), path)
+    assert pq.read_schema(path).field("text").type == kind
+    assert read(path, id_column="id") == [Document("é", "é"), Document("∑", "∑"), Document("é", "é")]
+
+
+def test_zero_characters_are_text(tmp_path: Path) -> None:
+    for name in ("d.parquet", "d.jsonl"):
+        assert [document.text for document in read(write(tmp_path / name, [{"text": "a\0b"}, {"text": "\0"}]))] == ["a\0b", "\0"]
+
+
+def test_building_a_corpus_looks_at_nothing(tmp_path: Path) -> None:
+    """So that a worker that reads one part of a large folder does not search it."""
+    path = write(tmp_path / "d.jsonl")
+    part = FileCorpus(tmp_path).parts(Counter())[0]
+    (tmp_path / "z.parquet").write_bytes(b"damaged")
+    assert len(list(FileCorpus(tmp_path).documents(part, Counter()))) == 3
+    path.unlink()
+    with pytest.raises(RequestError, match=r"d\.jsonl cannot be read \(No such file"):
+        list(FileCorpus(tmp_path).documents(part, Counter()))
+
+
+def test_sources_are_opened_by_their_paths(tmp_path: Path) -> None:
+    write(tmp_path / "d.jsonl", [{"body": "t", "key": "k"}, {"key": "l"}])
+    skipped: Counter[str] = Counter()
+    corpus = open_source(Source(path=str(tmp_path), text_column="body", id_column="key"), "skip")
+    assert [d for part in corpus.parts(skipped) for d in corpus.documents(part, skipped)] == [Document("k", "t")]
+    assert skipped == {"rows without the text column": 1}
+    assert isinstance(open_source(Source(path="hf:some/name"), "refuse"), HubCorpus)

@@ -37,7 +37,7 @@ def text(words: random.Random) -> str:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, words = tmp_path_factory.mktemp("evals"), random.Random(3)
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text(words)}) + "\n" for _ in range(80)), encoding="utf-8")
-    settings = PrepareConfig(source=str(folder / "text.jsonl"), vocabulary=340, sample_one_in=1, validation_share=0.25, test_share=0.1)
+    settings = PrepareConfig.of(str(folder / "text.jsonl"), vocabulary=340, sample_one_in=1, validation_share=0.25, test_share=0.1)
     prepare(settings, folder / "tokens")
     return folder / "tokens"
 

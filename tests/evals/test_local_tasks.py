@@ -111,7 +111,7 @@ def test_what_has_no_room_is_left_out_with_the_reason(tmp_path: Path, data: Path
 
 
 def test_a_corpus_that_cannot_spell_the_needle(tmp_path: Path) -> None:
-    prepare(PrepareConfig(source="multi-hop", multi_hop=MultiHopConfig(documents=40), validation_share=0.3), tmp_path / "hops")
+    prepare(PrepareConfig.of("multi-hop", multi_hop=MultiHopConfig(documents=40), validation_share=0.3), tmp_path / "hops")
     tasks, _ = written(tmp_path / "tasks", tmp_path / "hops")
     assert tasks[-1].reason == "the tokenizer of this corpus cannot spell its line."
 

@@ -31,7 +31,7 @@ def test_data_of_another_tokenizer_are_refused(write_run: Any, data: Path, tmp_p
     run = write_run(tmp_path / "run")
     write_json(run / "environment.json", {"data": read_json(data / "manifest.json")})
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"word {number} " * 9}) + "\n" for number in range(40)))
-    settings = PrepareConfig(source=str(tmp_path / "text.jsonl"), vocabulary=270, sample_one_in=1, validation_share=0.3)
+    settings = PrepareConfig.of(str(tmp_path / "text.jsonl"), vocabulary=270, sample_one_in=1, validation_share=0.3)
     prepare(settings, tmp_path / "other")
     assert open_subject(run, data=data, device="cpu").dataset.directory == data
     with pytest.raises(RequestError, match="were made with another tokenizer"):

@@ -29,7 +29,7 @@ def prepare_tokens(folder: Path) -> Path:
     documents = [" ".join(words.choice(lexicon) for _ in range(60)) for _ in range(120)]
     source = folder / "documents.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    prepare(PrepareConfig(source=str(source), vocabulary=VOCABULARY, sample_one_in=1, validation_share=0.15), folder / "tokens")
+    prepare(PrepareConfig.of(str(source), vocabulary=VOCABULARY, sample_one_in=1, validation_share=0.15), folder / "tokens")
     return folder / "tokens"
 
 

@@ -96,6 +96,8 @@ def agrees(layout: str, names: list[str], fields: dict[str, Any], microbatch: in
             for some in (ROWS, 3):
                 got = network.token_nll(batch[:some, :-1], batch[:some, 1:])
                 torch.testing.assert_close(got, losses[:some], rtol=1e-11, atol=1e-12)
+                short = network.token_nll(batch[:some, :3], batch[:some, 1:4])  # as the last window of an evaluation is
+                torch.testing.assert_close(short, losses[:some, :3], rtol=1e-11, atol=1e-12)
             if network.pipeline is not None:
                 assert len(network.pipeline.kept) == 0
 

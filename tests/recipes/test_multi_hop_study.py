@@ -62,7 +62,7 @@ def test_the_blocks_are_four_at_both_depths() -> None:
 
 def test_data_of_another_source_or_vocabulary_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "some words {i}"}}\n' for i in range(40)))
-    prepare(PrepareConfig(source=str(tmp_path / "text.jsonl"), vocabulary=300, sample_one_in=1, validation_share=0.3), tmp_path / "text")
+    prepare(PrepareConfig.of(str(tmp_path / "text.jsonl"), vocabulary=300, sample_one_in=1, validation_share=0.3), tmp_path / "text")
     with pytest.raises(RequestError, match=r"was made from '.*text.jsonl', and this study asks for hops; make its data with"):
         multi_hop_study(tmp_path / "text")
     with pytest.raises(RequestError, match=r"model\.layers cannot be set here"):
@@ -75,7 +75,7 @@ def test_data_of_another_source_or_vocabulary_is_refused(tmp_path: Path) -> None
 
 def test_every_method_trains_on_data_of_the_users_own_and_is_scored_on_its_answers(tmp_path: Path) -> None:
     corpus = MultiHopConfig(entities=4, hops=2, queries=4, documents=200)
-    prepare(PrepareConfig(source="multi-hop", multi_hop=corpus), tmp_path / "data")
+    prepare(PrepareConfig.of("multi-hop", multi_hop=corpus), tmp_path / "data")
     vocabulary = TokenDataset.open(tmp_path / "data").vocabulary
     settings = {"train.steps": 2, "train.sequences": 2, "train.milestones": (1,), "train.evaluation_tokens": 74, "model.width": 16}
     study = multi_hop_study(tmp_path / "data", vocabulary=vocabulary, settings=settings)

@@ -26,7 +26,7 @@ def test_a_branch_starts_from_the_trunk_of_its_seed_once_that_is_complete(
     monkeypatch.setattr(worker, "stop_with_the_study", lambda: None)  # the cells run in this process
     source, data = tmp_path / "text.jsonl", tmp_path / "data"
     source.write_text("".join(json.dumps({"text": f"the sum of {i} sources, read by site {i % 7}, " * 5}) + "\n" for i in range(200)))
-    prepare(PrepareConfig(source=str(source), vocabulary=300, sample_one_in=1, validation_share=0.15), data)
+    prepare(PrepareConfig.of(str(source), vocabulary=300, sample_one_in=1, validation_share=0.15), data)
     base = arm(
         dataclasses.replace(study.base, data=str(data), data_fingerprint=""), schedule="wsd", warmup_fraction=None, warmup_steps=2,
         decay_fraction=0.25, evaluation_tokens=64, steps=16, milestones=(4, 16), keep_checkpoints=(6,), checkpoint_every=0,

@@ -34,7 +34,7 @@ def planned(study: Study, tmp_path: Path) -> Path:
     folder.mkdir()
     source = folder / "text.jsonl"
     source.write_text("".join(json.dumps({"text": f"the sum of {i} sources, read by site {i % 7}, " * 5}) + "\n" for i in range(200)))
-    prepare(PrepareConfig(source=str(source), vocabulary=300, sample_one_in=1, validation_share=0.15), folder / "data")
+    prepare(PrepareConfig.of(str(source), vocabulary=300, sample_one_in=1, validation_share=0.15), folder / "data")
     settings = dataclasses.replace(study.base.train, steps=STEPS, checkpoint_every=EVERY, evaluation_tokens=64)
     base = dataclasses.replace(study.base, data=str(folder / "data"), data_fingerprint="", train=settings)
     arms = {"plain": Arm(label="Plain", config=base), "block": study.arms["block"]}

@@ -32,7 +32,7 @@ def prepare_text(folder: Path, text: str = "the sum of") -> Path:
     folder.mkdir()
     source = folder / "text.jsonl"
     source.write_text("".join(json.dumps({"text": f"{text} {i} sources, read by site {i % 7}, " * 5}) + "\n" for i in range(200)))
-    prepare(PrepareConfig(source=str(source), vocabulary=300, sample_one_in=1, validation_share=0.15), folder / "data")
+    prepare(PrepareConfig.of(str(source), vocabulary=300, sample_one_in=1, validation_share=0.15), folder / "data")
     return folder / "data"
 
 

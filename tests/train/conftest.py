@@ -25,7 +25,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     documents = [" ".join(words.choice(lexicon) for _ in range(60)) for _ in range(120)]
     source = folder / "documents.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    settings = PrepareConfig(source=str(source), vocabulary=VOCABULARY, sample_one_in=1, validation_share=0.15)
+    settings = PrepareConfig.of(str(source), vocabulary=VOCABULARY, sample_one_in=1, validation_share=0.15)
     prepare(settings, folder / "tokens")
     return folder / "tokens"
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +16,11 @@ import torch
 
 from depthroute.common.errors import FailureError
 from depthroute.common.files import read_json, read_json_lines, write_json
-from depthroute.data import EOS, Marker, TokenDataset, evaluation_windows, read_manifest
+from depthroute.data import EOS, Marker, TokenDataset, read_manifest
 from depthroute.model import Decoder
 from depthroute.model.loss import CHUNK_ELEMENTS, likeliest
 from depthroute.study.clusters import cluster_bootstrap
-from depthroute.train import RunConfig, evaluate, initialise, loop, train
+from depthroute.train import RunConfig, evaluate, initialise, load_trained, loop, train
 
 Config = Callable[..., RunConfig]
 
@@ -63,13 +63,53 @@ def measured(model: Decoder, data: TokenDataset, **changes: Any) -> Any:
 def literal(model: Decoder, tokens: np.ndarray, limit: int | None) -> list[tuple[int, float, bool]]:
     """(position of the target in the split, loss, whether it is the likeliest token) of every target, a window at a time."""
     found = []
-    windows = itertools.chain.from_iterable(evaluation_windows(tokens, 16, limit))
+    targets = len(tokens) - 1 if limit is None else limit
+    windows = (tokens[start : min(start + 16, targets) + 1].astype(np.int64) for start in range(0, targets, 16))
     for number, window in enumerate(windows):
         with torch.no_grad():
             rows = model.logits(torch.from_numpy(window[None, :-1]))[0].double().log_softmax(-1)
         for offset, (row, target) in enumerate(zip(rows, window[1:].tolist(), strict=True)):
             found.append((number * 16 + offset + 1, -row[target].item(), int(row.argmax()) == target))
     return found
+
+
+@pytest.mark.parametrize("limit", [None, 200, 16, 9, 1])
+@pytest.mark.parametrize("microbatch", [1, 7])
+def test_exactly_as_many_targets_as_asked_for_are_measured(data: Path, config: Config, limit: int | None, microbatch: int) -> None:
+    dataset, model = TokenDataset.open(data), model_of(config())
+    tokens = dataset.tokens("validation")
+    line = measured(model, dataset, limit_tokens=limit, microbatch=microbatch).splits["validation"]
+    expected = [nll for _, nll, _ in literal(model, tokens, limit)]
+    assert line["evaluated_tokens"] == len(expected) == (limit or len(tokens) - 1) and (len(tokens) - 1) % 16
+    assert line["nll"] == pytest.approx(math.fsum(expected) / len(expected), rel=1e-5)
+    held = dataset.held_out(limit=limit)
+    settings: dict[str, Any] = {"context": 16, "limit_tokens": None, "microbatch": microbatch, "device": "cpu", "precision": "float32"}
+    again = evaluate(model, held.tokens, boundaries=held.boundaries, **settings)
+    assert again is not None and again.documents is not None and again.splits["validation"]["nll"] == line["nll"]
+    assert again.documents.counts.sum() == len(expected)
+
+
+def test_a_run_evaluates_what_every_source_holds_out(tmp_path: Path, config: Config, data: Path) -> None:
+    """The same shards as of two sources, of which the second has nine tenths of the weight."""
+    folder = shutil.copytree(data, tmp_path / "mixed")
+    manifest, edges = read_json(folder / "manifest.json"), {}
+    parts: list[dict[str, Any]] = [{}, {}]
+    for split, facts in manifest["splits"].items():
+        boundaries = TokenDataset.open(data).boundaries(split)
+        documents = len(boundaries) // 2
+        edges[split] = int(boundaries[documents])
+        parts[0][split] = {"documents": documents, "tokens": edges[split], "bytes": 1}
+        parts[1][split] = {"documents": facts["documents"] - documents, "tokens": facts["tokens"] - edges[split], "bytes": 1}
+    manifest["sources"] = [{"name": name, "columns": ["text"], "splits": splits} for name, splits in zip("ab", parts, strict=True)]
+    manifest["prepare"]["sources"] = [{"path": "a", "weight": 1}, {"path": "b", "weight": 9}]
+    write_json(folder / "manifest.json", manifest)
+    result = train(dataclasses.replace(config(steps=2, evaluation_tokens=69), data=str(folder)), tmp_path / "run", console=False)
+    line = read_json_lines(tmp_path / "run" / "evaluations.jsonl")[-1]
+    assert line["evaluated_tokens"] == 69 and line["nll"] == result["nll"]
+    tokens, edge = TokenDataset.open(data).tokens("validation"), edges["validation"]
+    model = load_trained(tmp_path / "run")[1].eval()
+    slices = np.concatenate([tokens[:7], tokens[edge : edge + 63]])  # of 70 tokens
+    assert result["nll"] == pytest.approx(math.fsum(nll for _, nll, _ in literal(model, slices, None)) / 69, rel=1e-5)
 
 
 @pytest.mark.parametrize("limit", [None, 200, 16])
@@ -146,9 +186,8 @@ def test_accuracy_counts_what_the_model_finds_likeliest(data: Path, config: Conf
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("depthroute.model.decoder.likeliest", name_it)
         line = measured(model, dataset, markers=MARKERS).splits["after some"]
-    windows = np.concatenate(list(evaluation_windows(tokens, 16, None)))
-    chosen = np.isin(windows[:, :-1], MARKERS[1].ids)
-    assert line["accuracy"] == (windows[:, 1:][chosen] == favourite).mean() > 0
+    chosen = np.isin(tokens[:-1], MARKERS[1].ids)  # the marker of a window's first target is in that window too
+    assert line["accuracy"] == (tokens[1:][chosen] == favourite).mean() > 0
 
 
 def test_the_likeliest_tokens_need_no_more_logits_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from depthroute.common.errors import FailureError, RequestError
-from depthroute.data import BatchOrder, TokenDataset, evaluation_windows
+from depthroute.data import TokenDataset, evaluation_windows
 from depthroute.model import Decoder
 from depthroute.residual import parse_residual
 from depthroute.train import RunConfig, evaluate, initialise, load_trained, on_one, train
@@ -59,20 +59,22 @@ def test_training_lowers_the_loss(tmp_path: Path, config: Config) -> None:
     assert result["nll"] < first - 2
 
 
-def test_two_arms_read_the_same_batches(tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_arms_read_the_same_batches(tmp_path: Path, config: Config, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[np.ndarray] = []
-    real = BatchOrder.batch
+    real = on_one.OnOne.batch
 
-    def spy(self: BatchOrder, tokens: np.ndarray, step: int) -> np.ndarray:
-        seen.append(real(self, tokens, step))
-        return seen[-1]
+    def spy(self: on_one.OnOne, tokens: np.ndarray) -> torch.Tensor:
+        seen.append(tokens)
+        return real(self, tokens)
 
-    monkeypatch.setattr(BatchOrder, "batch", spy)
+    monkeypatch.setattr(on_one.OnOne, "batch", spy)
     for arm in ("prenorm", "rd:2"):
         train(config(model={"residual": parse_residual(arm)}), tmp_path / arm, console=False)
     assert len(seen) == 24
-    for ours, theirs in zip(seen[:12], seen[12:], strict=True):
-        assert np.array_equal(ours, theirs)
+    dataset = TokenDataset.open(data)
+    order = dataset.order(16, 8, 0)
+    for step, (ours, theirs) in enumerate(zip(seen[:12], seen[12:], strict=True)):
+        assert np.array_equal(ours, theirs) and np.array_equal(ours, order.batch(dataset.tokens("train"), step))
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
@@ -192,15 +194,18 @@ def test_an_evaluation_is_the_mean_token_loss_of_the_fixed_windows(config: Confi
         microbatch: evaluate(model, tokens, context=16, limit_tokens=None, microbatch=microbatch, device="cpu", precision="float32")
         for microbatch in (1, 7)
     }
-    windows = torch.from_numpy(np.concatenate(list(evaluation_windows(tokens, 16, None))))
+    batches = [torch.from_numpy(one) for one in evaluation_windows(tokens, 16, None)]
+    assert (len(tokens) - 1) % 16, "the last window is a shorter one"
+    model.double()
     with torch.no_grad():
-        logits = model.double().logits(windows[:, :-1]).flatten(0, 1)
-    expected = torch.nn.functional.cross_entropy(logits, windows[:, 1:].flatten()).item()
+        rows = [(model.logits(one[:, :-1]).flatten(0, 1), one[:, 1:].flatten()) for one in batches]
+    sums = [torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item() for logits, targets in rows]
+    expected = sum(sums) / (len(tokens) - 1)
     for found in measured.values():
         assert found is not None
         line = found.splits["validation"]
         assert line["nll"] == pytest.approx(expected, rel=1e-6)
-        assert line["evaluated_tokens"] == windows[:, 1:].numel()
+        assert line["evaluated_tokens"] == len(tokens) - 1
     assert model.training  # as it was before
 
 

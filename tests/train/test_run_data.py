@@ -36,7 +36,7 @@ def shards(data: Path, tmp_path: Path) -> Callable[..., Path]:
         text = (data.parent / "documents.jsonl").read_text().splitlines(keepends=True)
         (tmp_path / "half.jsonl").write_text("".join(text[::2]))
         own = {} if "tokenizer" in settings else {"vocabulary": 290, "sample_one_in": 1}
-        prepare(PrepareConfig(source=str(tmp_path / "half.jsonl"), validation_share=0.3, **own, **settings), tmp_path / name)
+        prepare(PrepareConfig.of(str(tmp_path / "half.jsonl"), validation_share=0.3, **own, **settings), tmp_path / name)
         return tmp_path / name
 
     return make

@@ -80,14 +80,14 @@ def essence(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def crash_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Let the run die at the beginning of a step, as a kill would."""
-    batch = loop.BatchOrder.batch
+    batch_at = loop.Loader.batch_at
 
-    def dying(self: Any, tokens: Any, index: int) -> Any:
+    def dying(self: Any, index: int) -> Any:
         if index == step:
             raise FailureError("killed")
-        return batch(self, tokens, index)
+        return batch_at(self, index)
 
-    monkeypatch.setattr(loop.BatchOrder, "batch", dying)
+    monkeypatch.setattr(loop.Loader, "batch_at", dying)
 
 
 def test_a_service_is_given_the_lines_of_the_run(service: SimpleNamespace, config: MakeConfig, tmp_path: Path) -> None:

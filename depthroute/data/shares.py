@@ -1,0 +1,32 @@
+"""Whole numbers in proportion to weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+
+def shares(total: int, weights: Sequence[float], most: Sequence[int] | None = None) -> list[int]:
+    """Cut `total` into whole numbers in proportion to `weights`: rounded down, and what is left to the largest remainders, of equal ones
+    to the first. The sum is exact, and so is the arithmetic.
+
+    Args:
+        weights: 0 or more, and not all 0.
+        most: what each can have at most, together `total` or more. What one cannot have is shared by the others in the same way.
+    """
+    found = [0] * len(weights)
+    open_ = list(range(len(weights)))
+    while True:
+        rest, whole = total - sum(found), sum(Fraction(weights[i]) for i in open_)
+        quotas = {i: rest * Fraction(weights[i]) / whole for i in open_}
+        full = [] if most is None else [i for i in open_ if quotas[i] > most[i]]
+        if most is None or not full:
+            break
+        for i in full:
+            found[i] = most[i]
+        open_ = [i for i in open_ if i not in full]
+    for i in open_:
+        found[i] = int(quotas[i])
+    for i in sorted(open_, key=lambda i: found[i] - quotas[i])[: total - sum(found)]:
+        found[i] += 1
+    return found

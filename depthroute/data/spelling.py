@@ -1,0 +1,83 @@
+"""What the tokens of a document stand for, one by one, in a form that a terminal can show."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Sequence
+
+from depthroute.data.tiktoken import _CHARACTERS
+from depthroute.data.tokenizer import TextTokenizer
+
+REPLACEMENT = "\ufffd"
+
+
+class Speller:
+    """The bytes of tokens. A byte-level tokenizer's are exact; what others make of an id depends on those before it, and a character that
+    several ids make belongs to the last of them."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        byte_level = _byte_level(json.loads(tokenizer.file).get("decoder"))
+        self._bytes = {character: byte for byte, character in enumerate(_CHARACTERS)} if byte_level else None
+        self._edges = {tokenizer.end, tokenizer.begin}
+
+    def spelling(self, token: int) -> str:
+        """An id by itself: the text of a byte-level one, or else what the tokenizer calls it."""
+        if self._bytes is None or self._special(token):
+            return visible(self._tokenizer.name_of(token))
+        return shown(self._of(token))
+
+    def pieces(self, ids: Sequence[int]) -> list[bytes]:
+        """The UTF-8 bytes of every id of a document. Together they are those of its text; special ids have none."""
+        if self._bytes is not None:
+            return [b"" if self._special(token) else self._of(token) for token in ids]
+        found: list[bytes] = []
+        before = done = 0
+        for at in range(1, len(ids) + 1):
+            # Decoders look at the ids before (a space, a character in bytes), so the ids of the piece before are decoded with these.
+            known, text = self._tokenizer.decode(ids[before:done]), self._tokenizer.decode(ids[before:at])
+            if text.endswith(REPLACEMENT) and at < len(ids):  # the character may not be whole
+                found.append(b"")
+                continue
+            found.append(text[len(known) :].encode("utf-8"))
+            before, done = done, at
+        return found
+
+    def _of(self, token: int) -> bytes:
+        assert self._bytes is not None
+        name = self._tokenizer.name_of(token)
+        # As the library's decoder does it: a name with any other character is an added token, and stands for itself.
+        return bytes(self._bytes[c] for c in name) if all(c in self._bytes for c in name) else name.encode("utf-8")
+
+    def _special(self, token: int) -> bool:
+        return token in self._edges or self._tokenizer.decode([token]) == ""
+
+
+def shown(piece: bytes) -> str:
+    """Bytes as text; those that are no whole character as \\xNN."""
+    return visible(piece.decode("utf-8", "backslashreplace"))
+
+
+def visible(text: str) -> str:
+    """Control characters by their pictures (a newline is U+240A), what else has no shape or turns the line around as \\u{...}."""
+    return "".join(map(_picture, text))
+
+
+def _picture(character: str) -> str:
+    code = ord(character)
+    if code < 0x20:
+        return chr(0x2400 + code)
+    if code == 0x7F:
+        return "\u2421"
+    if character != " " and unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
+        return f"\\u{{{code:x}}}"
+    return character
+
+
+def _byte_level(decoder: object) -> bool:
+    if not isinstance(decoder, dict):
+        return False
+    if decoder.get("type") == "Sequence":
+        return [_byte_level(part) for part in decoder["decoders"]] == [True]
+    return decoder.get("type") == "ByteLevel"

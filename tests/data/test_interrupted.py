@@ -1,0 +1,246 @@
+"""A preparation that is killed goes on, on one process or several, and comes out the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from depthroute.common.errors import FailureError, RequestError
+from depthroute.data import PrepareConfig, Progress, Source, TokenDataset, fill, prepare, rows
+from depthroute.data.journal import Journal
+from depthroute.data.workers import run_jobs
+from tests.data.preparation import Writer, config, contents
+
+DRIVER = """
+import json, sys
+from pathlib import Path
+from depthroute.common.config import from_json
+from depthroute.data import PrepareConfig, fill, prepare, rows
+rows.PART_BYTES = fill.GROUP_BYTES = 4096
+fill.JOURNAL_SECONDS = fill.PROGRESS_SECONDS = 0
+prepare(from_json(PrepareConfig, json.loads(sys.argv[1])), Path(sys.argv[2]), workers=int(sys.argv[3]), progress=print)
+"""
+
+
+@pytest.fixture
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many groups of few documents, and a journal of every one."""
+    monkeypatch.setattr(rows, "PART_BYTES", 4096)
+    monkeypatch.setattr(fill, "GROUP_BYTES", 4096)
+    monkeypatch.setattr(fill, "JOURNAL_SECONDS", 0)
+    monkeypatch.setattr(fill, "PROGRESS_SECONDS", 0)
+
+
+def stop_at(moment: int, *stages: str) -> Callable[[Progress], None]:
+    """Progress that fails at its call of this number, in these stages."""
+    calls = 0
+
+    def show(progress: Progress) -> None:
+        nonlocal calls
+        calls += not stages or progress.doing in stages
+        if calls == moment:
+            raise KeyboardInterrupt
+
+    return show
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_cut_into_groups_and_the_processes_change_nothing(
+    workers: int, write_jsonl: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    settings = config(write_jsonl(120))
+    prepare(settings, tmp_path / "whole")
+    request.getfixturevalue("small_groups")
+    prepare(settings, tmp_path / "cut", workers=workers)
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+    assert not (tmp_path / "cut" / ".work").exists()
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_what_is_done_is_not_done_again(write_jsonl: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in the first pass nor in the second: a call that is stopped after every third group needs no group twice."""
+    settings = config(write_jsonl(120))
+    prepare(settings, tmp_path / "whole", workers=1)
+    jobs: list[tuple[str, Any]] = []
+    work = fill.work
+    monkeypatch.setattr(fill, "work", lambda job, corpora: (jobs.append((job["kind"], job.get("parts"))), work(job, corpora))[1])
+    prepare(settings, tmp_path / "counted", workers=1)
+    needed = jobs.copy()
+    jobs.clear()
+    stops = 0
+    while True:
+        try:
+            prepare(settings, tmp_path / "stopped", workers=1, progress=stop_at(3))
+        except KeyboardInterrupt:
+            stops += 1
+        else:
+            break
+    assert stops > 4 and jobs == needed
+    assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_sigkill_at_any_moment(workers: str, write_jsonl: Writer, tmp_path: Path) -> None:
+    """All processes at once, at random moments, until it comes to its end."""
+    settings = config(write_jsonl(300))
+    command = [sys.executable, "-c", DRIVER, json.dumps(dataclasses.asdict(settings)), str(tmp_path / "killed"), workers]
+    moments, kills = random.Random(1), 0
+    while True:
+        with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()  # it has begun, or is at its end
+            time.sleep(moments.random() * 0.4)
+            if process.poll() == 0:
+                break
+            os.killpg(process.pid, signal.SIGKILL)
+            kills += process.wait() == -signal.SIGKILL
+    assert kills > 1
+    prepare(settings, tmp_path / "whole")
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_what_a_killed_call_had_not_noted_is_cut_off(write_jsonl: Writer, tmp_path: Path) -> None:
+    settings, directory = config(write_jsonl(120)), tmp_path / "data"
+    with pytest.raises(KeyboardInterrupt):
+        prepare(settings, directory, workers=1, progress=stop_at(5, "tokenizing"))
+    assert (directory / ".work" / "journal.json").exists()
+    for path in directory.glob("*.bin"):
+        with path.open("ab") as file:
+            file.write(b"half of a group")
+    prepare(settings, directory, workers=1)
+    prepare(settings, tmp_path / "whole", workers=1)
+    assert contents(directory) == contents(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_shards_that_lost_what_was_noted_are_named(write_jsonl: Writer, tmp_path: Path) -> None:
+    settings, directory = config(write_jsonl(120)), tmp_path / "data"
+    with pytest.raises(KeyboardInterrupt):
+        prepare(settings, directory, workers=1, progress=stop_at(5, "tokenizing"))
+    (directory / "train.bin").write_bytes(b"")
+    with pytest.raises(FailureError, match=r"train\.bin is shorter than what was written to it; delete"):
+        prepare(settings, directory, workers=1)
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_another_plan_starts_over(write_jsonl: Writer, tmp_path: Path) -> None:
+    source, directory = write_jsonl(120), tmp_path / "data"
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config(source, vocabulary=310), directory, workers=1, progress=stop_at(5, "tokenizing"))
+    prepare(config(source), directory, workers=1)
+    prepare(config(source), tmp_path / "whole", workers=1)
+    assert contents(directory) == contents(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_a_refusal_in_a_worker_is_that_of_one_process(write_jsonl: Writer, tmp_path: Path) -> None:
+    source = write_jsonl(120)
+    lines = source.read_text(encoding="utf-8").splitlines()
+    lines[77] = '{"id": 7, "text": ["no text"]}'
+    source.write_text("\n".join(lines), encoding="utf-8")
+    for workers in (1, 2):
+        with pytest.raises(RequestError, match=r"documents\.jsonl row 78.*text"):
+            prepare(config(source), tmp_path / str(workers), workers=workers)
+
+
+def test_a_worker_that_is_killed_is_named() -> None:
+    """The job names a process to kill: the worker itself."""
+    job = {"kind": "words", "config": {}, "source": 0, "parts": [], "out": ""}
+    code = "import sys; sys.path[:0]; import os; os.kill(os.getpid(), 9)"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", _script(code))
+        with pytest.raises(FailureError, match="was killed by signal 9, perhaps for want of memory; run the same command again"):
+            list(run_jobs([job], lambda job: {}, processes=2))
+
+
+def _script(code: str) -> str:
+    """A Python that runs `code`, whatever it is asked for."""
+    import tempfile
+
+    path = Path(tempfile.mkdtemp()) / "python"
+    path.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}'\n", encoding="utf-8")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_an_error_that_nobody_expected_is_a_failure_with_its_name() -> None:
+    with pytest.raises(FailureError, match="unexpected KeyError: 'kind'"):
+        list(run_jobs([{}], lambda job: {}, processes=2))
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_progress_counts_the_bytes_of_the_input(write_jsonl: Writer, tmp_path: Path) -> None:
+    source = write_jsonl(120)
+    size = source.stat().st_size
+    seen: list[Progress] = []
+    prepare(config(source), tmp_path / "data", workers=1, progress=seen.append)
+    for doing in ("counting words", "tokenizing"):
+        moments = [moment for moment in seen if moment.doing == doing]
+        assert [moment.done for moment in moments] == sorted({moment.done for moment in moments})
+        assert moments[-1].done == moments[-1].total == size and moments[0].found == 0
+        assert moments[-1].remaining == 0.0
+
+
+def test_a_line_of_progress() -> None:
+    moment = Progress(doing="tokenizing", done=3_000_000_000, total=9_000_000_000, found=1_000_000_000, seconds=1000.0)
+    assert (moment.rate, moment.remaining) == (2_000_000.0, 3000.0)
+    assert str(moment) == "tokenizing: 3.0 GB of 9.0 GB (33 %), 2.0 MB/s, 50 min left"
+    assert str(dataclasses.replace(moment, done=1_000_000_000)) == "tokenizing: 1.0 GB of 9.0 GB (11 %)"
+    assert str(dataclasses.replace(moment, total=30_000_000_000)).endswith(", 3 h 45 min left")
+    assert str(dataclasses.replace(moment, done=8_990_000_000)).endswith(", 1 s left")
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_several_sources_follow_each_other_in_every_split(write_jsonl: Writer, tmp_path: Path) -> None:
+    one, two = write_jsonl(90, "one.jsonl"), write_jsonl(60, "two.jsonl")
+    first, second = (Source(path=str(path), id_column="id", weight=weight) for path, weight in ((one, 3.0), (two, 1.0)))
+    settings = dataclasses.replace(config(one), sources=(first, second))
+    manifest = prepare(settings, tmp_path / "both", workers=2)
+    assert manifest.prepare.weights == (0.75, 0.25) and manifest.corpus.name == "one.jsonl + two.jsonl"
+    assert [source.name for source in manifest.sources] == ["one.jsonl", "two.jsonl"]
+    assert manifest.sources[0].columns == ("text, id: id",)
+    both = TokenDataset.open(tmp_path / "both", verify=True)
+    for name in ("train", "validation", "test"):
+        at = 0
+        for source, path in zip(manifest.sources, (one, two), strict=True):
+            folder = tmp_path / f"{path.stem}-alone"
+            ready = dataclasses.replace(config(path), vocabulary=2048, sample_one_in=4, tokenizer=str(tmp_path / "both" / "tokenizer.json"))
+            ready = dataclasses.replace(ready, end_of_document="<eos>")
+            alone = TokenDataset.open(tmp_path / folder) if folder.exists() else None
+            if alone is None:
+                prepare(ready, folder, workers=1)
+                alone = TokenDataset.open(folder)
+            tokens = getattr(source.splits, name).tokens
+            assert both.tokens(name)[at : at + tokens].tolist() == alone.tokens(name).tolist()
+            assert getattr(source.splits, name) == alone.manifest.split(name)
+            at += tokens
+        assert at == len(both.tokens(name))
+    unweighted = dataclasses.replace(manifest, prepare=dataclasses.replace(settings, sources=(Source(path="a"), Source(path="b"))))
+    assert unweighted.fingerprint != manifest.fingerprint
+
+
+def test_no_workers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="workers cannot be 0; it takes 1 or more"):
+        prepare(PrepareConfig(), tmp_path / "data", workers=0)
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(write_jsonl: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("depthroute.data.journal.tempfile.mkdtemp", refuse)
+    with pytest.raises(FailureError, match=r"no permission while writing .*\.work; choose a folder you can write to"):
+        Journal(tmp_path, {})
