@@ -79,7 +79,7 @@ def prepare_rows(place: Place) -> list[Row]:
         own = place.folder / "whole" / "tokenizer.json"
         raw.encode(own if own.exists() else quarter.out / "tokenizer.json")
 
-    whole = prepared(text, place.folder / "whole", every=max(2.0, place.text_bytes / 1e9 * 15), pause=pause)
+    whole = prepared(text, place.folder / "whole", every=max(5.0, place.text_bytes / 1e9 * 15), pause=pause)
     raw_rate, rate = raw.bytes / raw.seconds, whole.text_bytes / whole.seconds
     # What grows with the text, and what does not: most of the tokenizer's training.
     per_byte = (whole.seconds - quarter.seconds) / (whole.text_bytes - quarter.text_bytes)
@@ -216,7 +216,9 @@ def kill_rows(place: Place) -> list[Row]:
 
 
 def _finished(source: Path, out: Path, workers: int) -> Path:
-    subprocess.run(command(source, out, "--workers", str(workers)), check=True, capture_output=True)
+    done = subprocess.run(command(source, out, "--workers", str(workers)), capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{out}: {done.stderr}")
     return out
 
 
@@ -284,6 +286,7 @@ def main() -> None:
     options.add_argument("--gigabytes", type=float, default=2.0, help="10^9 bytes of text that are prepared; other sizes are for a try")
     options.add_argument("--folder", type=Path, help="where the files are made, for a while; default: the system's temporary folder")
     given = options.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that preparations and files do not stay behind
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         place = Place(Path(folder), given.gigabytes)

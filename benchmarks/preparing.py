@@ -49,20 +49,22 @@ def prepared(source: Path, out: Path, *, every: float | None = None, pause: Call
         reader = threading.Thread(target=lambda: printed.extend(line.decode() for line in process.stdout or ()))
         reader.start()
         memory, next_pause = 0, begun + (every or float("inf"))
-        while process.poll() is None:
-            memory = max(memory, sum(map(_memory, tree(process.pid))))
-            if not tokenizer_at and any(line.startswith("tokenizing with") for line in printed):
-                tokenizer_at, had_stood_still = time.perf_counter(), stood_still
-            if time.perf_counter() >= next_pause:
-                os.killpg(process.pid, signal.SIGSTOP)
-                try:
+        try:
+            while process.poll() is None:
+                memory = max(memory, sum(map(_memory, tree(process.pid))))
+                if not tokenizer_at and any(line.startswith("tokenizing with") for line in printed):
+                    tokenizer_at, had_stood_still = time.perf_counter(), stood_still
+                if time.perf_counter() >= next_pause:
+                    os.killpg(process.pid, signal.SIGSTOP)
                     stopped = time.perf_counter()
                     pause()
                     stood_still += time.perf_counter() - stopped
-                finally:
                     os.killpg(process.pid, signal.SIGCONT)
-                next_pause = time.perf_counter() + (every or 0)
-            time.sleep(0.2)
+                    next_pause = time.perf_counter() + (every or 0)
+                time.sleep(0.2)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # it would stand still, or go on alone
+            raise
         seconds = time.perf_counter() - begun - stood_still
         reader.join()
     if process.returncode:

@@ -56,7 +56,7 @@ def convert_low_rank(
         out: a folder that is empty or not there.
         rank: of the keys; None is the smallest, the joint rank of the queries.
         data: token shards for the checks; None is those that the run names.
-        tokens: validation tokens of the cross-entropies, rounded up to whole windows.
+        tokens: validation tokens of the cross-entropies.
         evaluate: evaluate the converted run as its training does at its end, so that it is complete. For runs at their last step.
 
     Raises:

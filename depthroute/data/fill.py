@@ -222,7 +222,10 @@ class Filling:
                 missing=tuple(what for corpus in self.corpora for what in corpus.missing),
             ),
             prepare=self.config,
-            tokenizer=TokenizerFacts(sha256=saved.sha256, training_documents=seen.sampled_documents, training_bytes=seen.sampled_bytes),
+            tokenizer=TokenizerFacts(
+                sha256=saved.sha256, training_documents=seen.sampled_documents, training_bytes=seen.sampled_bytes,
+                words_left_out=seen.words_left_out,
+            ),
             vocabulary=tokenizer.vocabulary,
             dtype=dtype_for(tokenizer.vocabulary),
             splits=splits,

@@ -37,6 +37,7 @@ class Seen:
     """The lowest hash that decides a split."""
     sampled_documents: int = 0
     sampled_bytes: int = 0
+    words_left_out: int = 0
 
     def add(self, found: dict[str, Any]) -> None:
         self.documents.update(found["documents"])
@@ -44,6 +45,7 @@ class Seen:
         self.lowest = min(self.lowest, found["lowest"])
         self.sampled_documents += found["sampled_documents"]
         self.sampled_bytes += found["sampled_bytes"]
+        self.words_left_out += found["words_left_out"]
 
 
 @dataclass(kw_only=True)

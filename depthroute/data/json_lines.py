@@ -14,7 +14,7 @@ from depthroute.common.errors import FailureError, RequestError
 from depthroute.data import rows
 from depthroute.data.corpus import Part
 from depthroute.data.rows import BadRow, BadRows, Row
-from depthroute.data.schemas import path_of, resolve, value_at
+from depthroute.data.schemas import DEFAULT_TEXT, path_of, resolve, value_at
 
 BUFFER_BYTES = 2**20
 UNPACKED_BYTES = 2**16
@@ -41,7 +41,7 @@ def plan(path: Path, name: str, text_column: str | None, id_column: str | None, 
         if bad_rows == "refuse":
             raise rows.refusal(value, lambda position: name_row(path, position))
     if columns is None:  # nothing but blank lines, or lines that are to be skipped
-        columns = (text_column or "text", id_column)
+        columns = (text_column or DEFAULT_TEXT, id_column)
     if packed:
         return [Part(name, 0, size, size, columns)]
     ends = [min(start + rows.PART_BYTES, size) for start in range(0, size, rows.PART_BYTES)]

@@ -94,6 +94,7 @@ class Loader:
     def batch_at(self, step: int) -> Batch:
         """The batch of a step, read now."""
         starts, context = self._starts(step), self.order.context
+        self._advise(starts)  # or else the disk is asked for one window after the other
         documents = None if self._boundaries is None else _documents(self._boundaries, starts, context + 1)
         return Batch(step=step, tokens=gather(self._tokens, starts, context), documents=documents)
 
@@ -118,9 +119,12 @@ class Loader:
 
     def advise(self, step: int) -> None:
         """Tell the kernel that the batch of a step will be read, so that the disk begins before it is."""
+        self._advise(self._starts(step))
+
+    def _advise(self, starts: np.ndarray) -> None:
         if self._map is None or not hasattr(mmap, "MADV_WILLNEED"):
             return
-        starts, size, page = self._starts(step), self._tokens.itemsize, mmap.PAGESIZE
+        size, page = self._tokens.itemsize, mmap.PAGESIZE
         first = starts * size // page * page
         last = (starts + self.order.context + 1) * size
         for begin, end in zip(first.tolist(), last.tolist(), strict=True):

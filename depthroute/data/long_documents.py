@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PIECE = 2**18
 """Characters. Longer texts are cut; encoding takes some 150 bytes of memory per byte of the piece."""
-WHOLE = 2**22
+WHOLE = 2**20
 """Characters. A longer stretch in which there is no place to cut is refused."""
 WINDOW = 512
 """Characters on either side of a cut that prove it."""

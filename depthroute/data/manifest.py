@@ -73,6 +73,8 @@ class TokenizerFacts:
     sha256: str
     training_documents: int
     training_bytes: int
+    words_left_out: int = 0
+    """Of the sample, words that are too long to be trained on (`word_counts.WORD_BYTES`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

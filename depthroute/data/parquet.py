@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet
 
 BATCH_BYTES = 2**18
-"""About how much text is decoded at a time, going by the mean of the row group."""
+"""About how much is decoded at a time, going by the mean row of the row group."""
 BATCH_ROWS = 64
 """Few, because a text that the row group stores once and repeats counts for next to nothing in the mean."""
 LARGEST_LIST = 2**22
@@ -37,8 +37,9 @@ def plan(path: Path, name: str, text_column: str | None, id_column: str | None) 
     """
     with _explained(path, "its end"), _open(path) as file:
         columns = columns_of(file.schema_arrow, str(path), text_column, id_column)
-        wanted = _leaves(file, _read_names(file.schema_arrow, columns))
-        sizes = [_size(file, group, wanted, "total_compressed_size") for group in range(file.num_row_groups)]
+        # How much a single column takes is not asked: of a damaged footer Arrow's answer can be the end of the process.
+        unpacked = [max(0, file.metadata.row_group(group).total_byte_size) for group in range(file.num_row_groups)]
+    sizes = [path.stat().st_size * size // max(1, sum(unpacked)) for size in unpacked]
     parts, start = [], 0
     for end in range(1, len(sizes) + 1):
         if end == len(sizes) or sum(sizes[start : end + 1]) > rows.PART_BYTES:
@@ -57,12 +58,10 @@ def read(path: Path, part: Part) -> Iterator[Row | BadRow]:
         raise TypeError("a part of a parquet file has columns")
     with _explained(path, "its end"), _open(path) as file:
         wanted = _read_names(file.schema_arrow, part.columns)
-        leaves = _leaves(file, wanted)
         position = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
         for group in range(part.start, part.end):
-            count = file.metadata.row_group(group).num_rows
-            mean = _size(file, group, leaves, "total_uncompressed_size") // max(count, 1)
-            batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // max(mean, 1)))
+            count, size = file.metadata.row_group(group).num_rows, file.metadata.row_group(group).total_byte_size
+            batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES * count // max(size, 1)))
             end = position + count
             batches = file.iter_batches(batch_size=batch_rows, row_groups=[group], columns=wanted, use_threads=False)
             while True:
@@ -170,15 +169,6 @@ def _read_names(schema: pyarrow.Schema, columns: tuple[str, str | None]) -> list
     """What Parquet calls the columns that are to be read."""
     tree = _tree(schema)
     return list(dict.fromkeys(".".join(path_of(tree, column) or ()) for column in columns if column is not None))
-
-
-def _leaves(file: pyarrow.parquet.ParquetFile, wanted: list[str]) -> list[int]:
-    return [i for i in range(file.metadata.num_columns) if file.metadata.schema.column(i).path in wanted]
-
-
-def _size(file: pyarrow.parquet.ParquetFile, group: int, leaves: list[int], kind: str) -> int:
-    found = file.metadata.row_group(group)
-    return sum(getattr(found.column(i), kind) for i in leaves)
 
 
 @contextmanager

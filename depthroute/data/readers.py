@@ -16,6 +16,7 @@ from depthroute.data.config import Source
 from depthroute.data.corpus import Document, Part
 from depthroute.data.hub import PREFIX, HubCorpus
 from depthroute.data.rows import BadRow, BadRows, Row, to_documents
+from depthroute.data.schemas import DEFAULT_TEXT
 
 KINDS = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")
 NAMED_FILES = 20
@@ -79,7 +80,7 @@ class FileCorpus:
         name_row = (lambda position: json_lines.name_row(path, position)) if json_kind else (lambda position: f"{path} row {position + 1}")
         try:
             found = json_lines.read(path, part) if json_kind else _text_row(path) if _kind(path) == ".txt" else parquet.read(path, part)
-            yield from to_documents(found, name_row, part.columns or ("text", None), self._bad_rows, skipped)
+            yield from to_documents(found, name_row, part.columns or (DEFAULT_TEXT, None), self._bad_rows, skipped)
         except OSError as error:
             raise _unreadable(path, error) from error
 

@@ -200,7 +200,7 @@ class _Reader:
                         f"{path} has the id {largest}, the vocabulary {len(counts)} entries; `depthroute data verify` says what is wrong."
                     )
                 counts += found
-            pass
+            file.drop(offsets[-1])
             self._tell(offsets[-1] - offsets[0])
         return _Counted(counts=counts, hashes=hashes)
 

@@ -87,7 +87,7 @@ def _words(job: Job, config: PrepareConfig, corpus: Corpus, parts: Iterable[Part
     words.finish()
     found = {
         "documents": dict(counts), "skipped": dict(skipped), "lowest": lowest, "sampled_documents": sampled_documents,
-        "sampled_bytes": sampled_bytes,
+        "sampled_bytes": sampled_bytes, "words_left_out": words.left_out,
     }  # fmt: skip
     write_json(out.with_suffix(".json"), found)
     return found

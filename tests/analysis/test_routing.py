@@ -94,7 +94,7 @@ def test_routing_of_a_run_is_written_as_the_contract_says(trained_run: Path, tmp
     (run / "routing.json").unlink(missing_ok=True)
     write_routing(run, tokens=40)
     found = json.loads((run / "routing.json").read_text())
-    assert set(found) == {"tokens", "sites", "divergence"} and found["tokens"] == 48  # three whole windows of 16
+    assert set(found) == {"tokens", "sites", "divergence"} and found["tokens"] == 40  # two windows of 16, and a half
     assert set(found["sites"][0]) == {"site", "kind", "layer", "sources", "roles"}
     assert set(found["sites"][0]["roles"]["shared"]) == {"weights", "effective_sources", "effective_sources_sd"}
     config, model = load_trained(run)

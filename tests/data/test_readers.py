@@ -247,19 +247,20 @@ def test_rows_are_counted_in_the_whole_file(part_bytes: int, tmp_path: Path, mon
     assert "d.parquet row 5 is not valid UTF-8" in refusal(tmp_path / "d.parquet", FailureError)
 
 
-@pytest.mark.parametrize("part_bytes", [1, 300, 10**6])
+@pytest.mark.parametrize(
+    ("share", "ranges"), [(0, [(i, i + 1) for i in range(5)]), (0.7, [(0, 3), (3, 5)]), (1, [(0, 5)])], ids=["each", "some", "all"]
+)
 @pytest.mark.parametrize("batch_rows", [1, 3])
 def test_documents_do_not_depend_on_the_cut_of_a_parquet_file(
-    part_bytes: int, batch_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    share: float, ranges: list[tuple[int, int]], batch_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "PART_BYTES", part_bytes)
-    monkeypatch.setattr(parquet, "BATCH_ROWS", batch_rows)
     given = [{"text": f"text {i}", "id": i} for i in range(9)]
     path = write(tmp_path / "d.parquet", given)
+    monkeypatch.setattr(rows, "PART_BYTES", int(share * path.stat().st_size))
+    monkeypatch.setattr(parquet, "BATCH_ROWS", batch_rows)
     parts = FileCorpus(path).parts(Counter())
-    assert [(part.start, part.end) for part in parts] == {1: [(i, i + 1) for i in range(5)], 300: [(0, 3), (3, 5)], 10**6: [(0, 5)]}[
-        part_bytes
-    ]
+    assert [(part.start, part.end) for part in parts] == ranges
+    assert 0.9 < sum(part.bytes for part in parts) / path.stat().st_size <= 1
     assert read(path, id_column="id") == [Document(str(row["id"]), row["text"]) for row in given]
 
 

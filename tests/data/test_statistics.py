@@ -144,7 +144,6 @@ def test_memory_does_not_grow_with_the_tokens(tmp_path: Path) -> None:
         seal(tmp_path)
         found = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
         peaks.append(int(found.stdout) / 1000)
-    print(peaks)
     assert peaks[1] < peaks[0] + 50
 
 

@@ -15,11 +15,13 @@ from depthroute.data import MultiHopConfig, MultiHopCorpus, TextTokenizer, ready
 from depthroute.data import scan as scans
 from depthroute.data.progress import Progress
 from depthroute.data.shards import DTYPES, IDS_DTYPE, INDEX_DTYPE
+from depthroute.data.split import threshold
 from depthroute.data.verify import NOT_RECORDED, Verification, verify
-from tests.data.by_hand import alter, alter_manifest, documents, seal, write
+from tests.data.by_hand import TEST_SHARE, VALIDATION_SHARE, alter, alter_manifest, documents, seal, write
 
 TOKENS = DTYPES["uint16"]
 ROUND_TRIP = "decoded and encoded again"
+VALIDATION_END, TEST_START = threshold(VALIDATION_SHARE), 2**64 - threshold(TEST_SHARE)
 
 
 @pytest.fixture
@@ -66,6 +68,15 @@ def test_the_size_of_the_pieces_changes_nothing(directory: Path, size: int, monk
     monkeypatch.setattr(scans, "CHUNK_BYTES", size)
     monkeypatch.setattr(scans, "CHUNK_ITEMS", size // 4)
     assert verify(directory) == whole
+
+
+@pytest.mark.parametrize("place", range(1, 12))
+def test_an_index_that_does_not_rise_between_two_pieces(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scans, "CHUNK_ITEMS", 4)
+    index = np.arange(12)
+    assert scans.first_not_rising(index) is None
+    index[place] = index[place - 1]
+    assert scans.first_not_rising(index) == place
 
 
 def test_directories_from_before_ids_and_sources_were_recorded(tmp_path: Path) -> None:
@@ -115,6 +126,9 @@ def test_a_file_that_is_missing_cut_or_altered_is_named(directory: Path, name: s
     path.write_bytes(data[:-1])
     found = verify(directory)
     assert name in failed(found) and finding(found, name) == f"{len(data) - 1:,} bytes, recorded are {len(data):,}"
+    path.write_bytes(data + b"\n")
+    found = verify(directory)
+    assert failed(found)[0] == name and finding(found, name) == f"{len(data) + 1:,} bytes, recorded are {len(data):,}"
     path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
     found = verify(directory)
     assert name in failed(found) and finding(found, name).startswith("SHA-256")
@@ -144,6 +158,11 @@ def set_at(position: int, value: int) -> Callable[[np.ndarray], None]:
         ("train.index.bin", INDEX_DTYPE, set_at(4, 10), "train: index", "document 3 ends at 10, not behind its start at "),
         ("train.index.bin", INDEX_DTYPE, set_at(0, 1), "train: index", "it starts at 1, not at 0"),
         ("train.index.bin", INDEX_DTYPE, set_at(-1, 10**6), "train: index", "it ends at 1000000, the file has "),
+        ("train.index.bin", INDEX_DTYPE, lambda index: index.__setitem__(4, index[3]), "train: index", "document 3 ends at "),
+        ("train.ids.bin", IDS_DTYPE, set_at(5, TEST_START), "train: document ids", "1 hashes belong to another split"),
+        ("test.ids.bin", IDS_DTYPE, set_at(5, TEST_START - 1), "test: document ids", "1 hashes belong to another split"),
+        ("validation.ids.bin", IDS_DTYPE, set_at(5, VALIDATION_END), "validation: document ids", "1 hashes belong to another split"),
+        ("train.ids.bin", IDS_DTYPE, set_at(5, VALIDATION_END - 1), "train: document ids", "1 hashes belong to another split"),
         ("train.ids.bin", IDS_DTYPE, set_at(5, 12), "train: document ids", "1 hashes belong to another split, the first is of document 5"),
         ("train.ids.bin", IDS_DTYPE, set_at(5, 2**64 - 1), "train: document ids", "1 hashes belong to another split"),
         ("validation.ids.bin", IDS_DTYPE, set_at(1, 2**63), "validation: document ids", "1 hashes belong to another split"),

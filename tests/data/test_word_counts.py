@@ -37,7 +37,7 @@ def counted(path: Path, *texts: str) -> tuple[list[tuple[str, int]], int]:
     return list(merge_counts([path])), counter.left_out
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(TEXTS, st.sampled_from([(2**20, 2**25, 2**16), (7, 5, 2**16), (1, 1, 3)]))
 def test_words_are_those_of_the_library(texts: list[str], bounds: tuple[int, int, int]) -> None:
     """However a text is looked at in pieces, and whatever is written in between."""
@@ -150,3 +150,9 @@ def test_training_gives_what_the_library_gives_for_the_texts(vocabulary: int, tm
     counts, _ = counted(tmp_path / "words", *docs)
     random.Random(0).shuffle(counts)
     assert train_from_counts(counts, vocabulary).file == expected
+
+
+def test_a_contraction_is_not_parted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "été-we'll,you've"
+    monkeypatch.setattr(word_counts, "STRETCH", 7)
+    assert counted(tmp_path / "words", text) == (sorted(by_library(text).items()), 0)
