@@ -32,7 +32,7 @@ class Options:
     data: Path | None = None
     """The token shards of the checks. Default: those the run names."""
     tokens: int = 4_096
-    """How many validation tokens to compare losses on, rounded up to whole windows."""
+    """How many validation tokens to compare losses on."""
     evaluate: bool = False
     """Then evaluate the new run as its training does at its end, so that it is complete. For a run at its last step."""
     json: bool = False

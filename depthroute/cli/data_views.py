@@ -127,7 +127,12 @@ def _show(arguments: Sequence[str]) -> None:
             continue
         print(f"{'id':>8}  {'bytes':>5}  text")
         for token in document.tokens:
-            print(f"{token.id:>8}  {token.bytes:>5}  {token.spelling}")
+            print(f"{token.id:>8}  {token.bytes:>5}  {_spaced(token.spelling)}")
+
+
+def _spaced(spelling: str) -> str:
+    """A space at the edge of a cell would not be seen."""
+    return spelling.replace(" ", "␠")
 
 
 def _stats(arguments: Sequence[str]) -> None:
@@ -167,7 +172,7 @@ def _of_split(split: SplitStatistics) -> list[str]:
         bar = "#" * -(-BAR * one.documents // most)
         lines.append(f"  {f'{one.low:,} to {one.high:,}':>23}  {one.documents:>12,}  {bar}".rstrip())
     lines.append(f"{split.split}: the most frequent ids")
-    lines += [f"  {one.id:>23}  {one.count:>12,}  {one.spelling}" for one in split.all.frequent]
+    lines += [f"  {one.id:>23}  {one.count:>12,}  {_spaced(one.spelling)}" for one in split.all.frequent]
     if split.sources:
         lines += [f"{split.split}: by source", *_table({source.name: source.all for source in split.sources})]
     return lines

@@ -21,7 +21,7 @@ class Options:
     out: Path
     """Where to write."""
     tokens: int = 16_384
-    """Validation tokens for magnitudes and gradients, rounded up to whole windows."""
+    """Validation tokens for magnitudes and gradients."""
     data: Path | None = None
     """The token shards to read. Default: those the runs name."""
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from depthroute.data.batches import BatchOrder, TokenDataset, evaluation_windows
+from depthroute.data.batches import evaluation_windows
 from depthroute.data.config import PrepareConfig, Source
 from depthroute.data.corpus import ContentHash, Corpus, DocstringCorpus, Document, docstring_corpus
+from depthroute.data.dataset import HeldOut, TokenDataset
+from depthroute.data.loader import Batch, Loader
 from depthroute.data.manifest import Manifest, Marker, SourceFacts, SplitFacts, read_manifest
 from depthroute.data.multi_hop import MULTI_HOP, MultiHopConfig, MultiHopCorpus
+from depthroute.data.order import BatchOrder
 from depthroute.data.prepare import prepare
 from depthroute.data.progress import Progress
 from depthroute.data.readers import FileCorpus
@@ -31,6 +34,7 @@ __all__ = [
     "PAD",
     "SPLITS",
     "UNK",
+    "Batch",
     "BatchOrder",
     "ContentHash",
     "Corpus",
@@ -38,6 +42,8 @@ __all__ = [
     "Document",
     "DocumentSplit",
     "FileCorpus",
+    "HeldOut",
+    "Loader",
     "Manifest",
     "Marker",
     "MultiHopConfig",

@@ -7,10 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from depthroute.common.errors import RequestError
-from depthroute.data.dataset import TokenDataset
-from depthroute.data.order import BatchOrder, gather
-
-__all__ = ["BatchOrder", "TokenDataset", "evaluation_windows"]
+from depthroute.data.order import gather
 
 
 def evaluation_windows(tokens: np.ndarray, context: int, limit_tokens: int | None = None, *, sequences: int = 16) -> Iterator[np.ndarray]:

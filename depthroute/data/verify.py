@@ -56,8 +56,9 @@ class Verification:
 def verify(directory: Path, *, sample: int = 200, progress: Callable[[Progress], None] | None = None) -> Verification:
     """Prove a data directory, or list what is wrong with it. Damage is listed, never raised.
 
-    The memory of its own does not grow with the files; indices and ids are read through the memory map. A sample of the documents, spread evenly over each split, is decoded
-    and encoded again: the tokenizers that are trained here give the same ids, and of a ready one it is counted how many documents differ.
+    The memory of its own does not grow with the files; indices and ids are read through the memory map. A sample of the documents, spread
+    evenly over each split, is decoded and encoded again: the tokenizers that are trained here give the same ids, and of a ready one it is
+    counted how many documents differ.
 
     Args:
         sample: how many documents; 0 leaves this check out.

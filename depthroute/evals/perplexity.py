@@ -21,20 +21,22 @@ PERPLEXITY = "perplexity"
 def perplexity_items(subject: Subject, split: Split, *, limit_tokens: int | None, batch_tokens: int) -> list[DocumentItem]:
     """The loss of every evaluated document of a split, over the windows that training evaluates.
 
-    An item has `task`, `doc_id` (the document's number in the split), `item` (a hash of its evaluated tokens), `nats` (summed over them),
-    `tokens` (their number, the end of the document included) and `bytes` (UTF-8, of their text). The last window may cut the last document.
+    An item has `task`, `doc_id` (the document's number in the held-out slice, in which those of several sources follow each other), `item`
+    (a hash of its evaluated tokens), `nats` (summed over them), `tokens` (their number, the end of the document included) and `bytes`
+    (UTF-8, of their text). The end of the slice may cut the last document.
 
     Args:
-        limit_tokens: evaluate so many, rounded up to whole windows. None: all that whole windows hold.
+        limit_tokens: evaluate so many (`TokenDataset.held_out`). None: all there are.
 
     Raises:
-        RequestError: the split has not a window of tokens.
+        RequestError: the split has no token that follows another.
         FailureError: the loss is not finite.
     """
     dataset, context = subject.dataset, subject.config.model.context
-    tokens, edges, tokenizer = dataset.tokens(split), dataset.boundaries(split), dataset.tokenizer()
+    held_out, tokenizer = dataset.held_out(split, limit_tokens), dataset.tokenizer()
+    tokens, edges = held_out.tokens, held_out.boundaries
     found = evaluate(
-        subject.model, tokens, context=context, limit_tokens=limit_tokens, microbatch=max(1, batch_tokens // context),
+        subject.model, tokens, context=context, limit_tokens=None, microbatch=max(1, batch_tokens // context),
         device=subject.device, precision=subject.precision, boundaries=edges,
     )  # fmt: skip
     assert found is not None and found.documents is not None

@@ -34,7 +34,7 @@ class EvalConfig:
         tasks: names of tasks, groups or tags of the lm-evaluation-harness, "perplexity", "local" or the name of a local task, or
             "low-rank", the eight tasks of the Low-Rank paper.
         split: the held-out text that perplexity and local tasks are of.
-        tokens: held-out tokens of perplexity, rounded up to whole windows. None: all that whole windows hold.
+        tokens: held-out tokens of perplexity. None: all there are.
         items: of each local task, at most; few of the needle are spread over its cells.
         context: tokens of the longest prompt of a local task with its answer, no more than the model's context, which None stands for.
         limit: items of each task that are asked, the first ones; of the needle they are spread over its cells. None: all. It has no effect

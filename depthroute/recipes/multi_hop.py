@@ -177,8 +177,8 @@ def _corpus(data: Path) -> MultiHopConfig | None:
     prepared = read_manifest(data).prepare
     if prepared.multi_hop is None:
         raise RequestError(
-            f"{data} was made from {prepared.sources[0].path!r}, and this study asks for hops; make its data with `depthroute data OUT --source "
-            f"{MULTI_HOP}`, or leave the data out."
+            f"{data} was made from {prepared.sources[0].path!r}, and this study asks for hops; make its data with "
+            f"`depthroute data prepare {MULTI_HOP} --out DIR`, or leave the data out."
         )
     return prepared.multi_hop
 

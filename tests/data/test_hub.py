@@ -113,7 +113,7 @@ def test_columns_and_rows_are_refused_as_those_of_files(datasets: Any, tmp_path:
     assert [document.text for document in read(spec, skipped, text_column="body")] == ["a"]
     assert skipped == {"rows whose text is null": 1}
     damaged = pa.array([b"one", b"caf\xe9", b"two"]).view(pa.string())
-    datasets.Dataset(pa.table({"text": damaged})).save_to_disk(tmp_path / "damaged")
+    datasets.Dataset(pa.table({"text": damaged})).save_to_disk(tmp_path / "damaged", num_shards=3)
     assert "damaged row 2 is not valid UTF-8" in refusal(f"hf:{tmp_path / 'damaged'}", FailureError)
     skipped.clear()
     assert [document.text for document in read(f"hf:{tmp_path / 'damaged'}", skipped, bad_rows="skip")] == ["one", "two"]
