@@ -64,8 +64,8 @@ def main(arguments: Sequence[str]) -> None:
     print(f"{options.out}: {found['layout']}, {len(found['tensors'])} tensors taken over, {len(found['unused'])} without a use")
     if found["begin_of_document"] is not None:
         print(
-            f"its tokenizer puts {found['begin_of_document']!r} in front of a text; so that the training does too: depthroute data ... "
-            f"--begin-of-document '{found['begin_of_document']}'"
+            f"its tokenizer puts {found['begin_of_document']!r} in front of a text; so that the training does too: depthroute data "
+            f"prepare ... --begin-of-document '{found['begin_of_document']}'"
         )
     for what, name in (("the plain decoder, float64", "float64"), ("the original under transformers, float32", "original")):
         check = found[name]

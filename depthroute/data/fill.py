@@ -35,6 +35,7 @@ from depthroute.data.multi_hop import ANSWER_DISTANCE, MultiHopCorpus
 from depthroute.data.progress import Progress
 from depthroute.data.shards import ShardWriter, dtype_for, file_facts
 from depthroute.data.split import HASH_RANGE, SPLITS
+from depthroute.data.statistics import entropy_nats
 from depthroute.data.tokenizer import TextTokenizer, load_tokenizer
 from depthroute.data.work import DOCUMENT_ROW, work
 from depthroute.data.workers import Job, Result, run_jobs
@@ -230,7 +231,7 @@ class Filling:
             dtype=dtype_for(tokenizer.vocabulary),
             splits=splits,
             skipped=tuple(Skipped(reason=reason, count=count) for reason, count in sorted(skipped.items()) if count),
-            unigram_entropy_nats=_entropy(counts),
+            unigram_entropy_nats=entropy_nats(counts),
             bytes_per_token=splits.train.bytes / splits.train.tokens,
             files=(saved, *files),
             sources=tuple(
@@ -292,9 +293,3 @@ def _take(out: Path, source: int, result: dict[str, Any], writers: Sequence[Shar
 
 def _splits(found: Sequence[dict[str, int]]) -> Splits:
     return Splits(**{name: SplitFacts(**{**asdict(NOTHING), **facts}) for name, facts in zip(SPLITS, found, strict=True)})
-
-
-def _entropy(counts: np.ndarray) -> float:
-    """Of the empirical distribution of counts [V], in nats."""
-    probabilities = counts[counts > 0] / counts.sum()
-    return float(-(probabilities * np.log(probabilities)).sum())

@@ -6,7 +6,7 @@ import json
 import unicodedata
 from collections.abc import Sequence
 
-from depthroute.data.tiktoken import _CHARACTERS
+from depthroute.data.tiktoken import BYTE_CHARACTERS
 from depthroute.data.tokenizer import TextTokenizer
 
 REPLACEMENT = "\ufffd"
@@ -19,7 +19,7 @@ class Speller:
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
         byte_level = _byte_level(json.loads(tokenizer.file).get("decoder"))
-        self._bytes = {character: byte for byte, character in enumerate(_CHARACTERS)} if byte_level else None
+        self._bytes = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)} if byte_level else None
         self._edges = {tokenizer.end, tokenizer.begin}
 
     def spelling(self, token: int) -> str:

@@ -228,7 +228,7 @@ class _Reader:
         manifest, boundaries = self._data.manifest, self._data.boundaries(split)
         facts = manifest.split(split) if source is None else getattr(manifest.sources[source].splits, split)
         tokens = int(counts.sum())
-        entropy = _entropy(counts) if tokens else None
+        entropy = entropy_nats(counts) if tokens else None
         # Equal counts in the order of the ids, so that the list is the same everywhere.
         frequent = [int(at) for at in np.argsort(-counts, kind="stable")[:MOST_FREQUENT] if counts[at]]
         return StretchStatistics(
@@ -273,7 +273,7 @@ def _lengths(lengths: np.ndarray) -> Lengths:
     )  # fmt: skip
 
 
-def _entropy(counts: np.ndarray) -> float:
+def entropy_nats(counts: np.ndarray) -> float:
     """Of the empirical distribution of counts [V], in nats."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())

@@ -139,7 +139,7 @@ def _parts(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] | No
 
 
 def _spell(token: bytes) -> str:
-    return "".join(map(_CHARACTERS.__getitem__, token))
+    return "".join(map(BYTE_CHARACTERS.__getitem__, token))
 
 
 def _characters() -> list[str]:
@@ -149,4 +149,5 @@ def _characters() -> list[str]:
     return [chr(byte if byte in visible else next(spare)) for byte in range(256)]
 
 
-_CHARACTERS = _characters()
+BYTE_CHARACTERS = _characters()
+"""How byte-level tokenizers spell each of the 256 bytes."""

@@ -83,7 +83,9 @@ class _Worker:
     def __init__(self, threads: bool) -> None:
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "true" if threads else "false"}
+        # A data set of the hub was fetched when its parts were counted; workers do not look there again.
+        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        environment = {**os.environ, **offline, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "true" if threads else "false"}
         self._process = subprocess.Popen(
             # -P: what lies in the current folder must not stand in for anybody's module.
             [sys.executable, "-P", "-m", "depthroute.data.worker"],

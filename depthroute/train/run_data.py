@@ -64,7 +64,7 @@ def named_data(run: Path, config: RunConfig) -> Path:
     if config.data:
         return Path(config.data)
     own = root_of(run) / TOKENIZER
-    made = f", made with its own tokenizer: depthroute data SHARDS --source TEXT --tokenizer {own}" if own.exists() else ""
+    made = f", made with its own tokenizer: depthroute data prepare TEXT --out SHARDS --tokenizer {own}" if own.exists() else ""
     raise RequestError(f"{run} names no data; give the token shards (--data){made}.")
 
 

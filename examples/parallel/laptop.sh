@@ -3,7 +3,7 @@
 set -euo pipefail
 out=${1:-runs/laptop}
 
-depthroute data "$out/data" --source multi-hop --documents 400
+depthroute data prepare multi-hop --out "$out/data" --documents 400
 OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m depthroute train "$out/run" --data "$out/data" --recipe small \
     --residual block:4 --parallel pp:2,virtual=2 \
     --set train.device=cpu --set train.steps=10 --set train.sequences=8 --set train.evaluation_tokens=4096 --set train.threads=1 \

@@ -43,7 +43,7 @@ def test_pairs_differ_in_their_method_or_their_depth(form: Any) -> None:
 def test_the_context_is_a_document_and_no_document_is_seen_twice(form: Any) -> None:
     study, corpus = multi_hop_study(Path("nowhere"), form=form), SIZES[form].corpus
     made = data(study.base.model.vocabulary)
-    assert made.multi_hop == corpus and made.source == "multi-hop"
+    assert made.multi_hop == corpus and made.sources[0].path == "multi-hop"
     trained = (1 - made.validation_share - made.test_share) * corpus.documents
     for arm in study.arms:
         run = config(study, arm)

@@ -114,7 +114,7 @@ def test_a_run_that_names_no_data_says_what_to_give(run: Path, data: Path, tmp_p
     with pytest.raises(RequestError, match=r"names no data; give the token shards \(--data\)\.$"):
         run_data(tmp_path, config)
     shutil.copyfile(data / "tokenizer.json", tmp_path / "tokenizer.json")
-    with pytest.raises(RequestError, match=r"names no data; .* depthroute data SHARDS --source TEXT --tokenizer .*tokenizer\.json\.$"):
+    with pytest.raises(RequestError, match=r"names no data; .* depthroute data prepare TEXT --out SHARDS --tokenizer .*tokenizer\.json\.$"):
         run_data(tmp_path, config)
 
 
