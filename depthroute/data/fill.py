@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -86,8 +87,9 @@ class Filling:
 
     def run(self) -> Manifest:
         made = hashlib.sha256(self.ready.file).hexdigest() if self.ready is not None else None
-        plan = {"config": to_json(self.config), "stamps": self.stamps, "tokenizer": made, "groups": to_json(self.groups)}
-        journal = Journal(self.directory, to_json(plan))
+        groups = hashlib.sha256(json.dumps(self.groups).encode("utf-8")).hexdigest()
+        plan = {"config": to_json(self.config), "stamps": self.stamps, "tokenizer": made, "groups": groups}
+        journal = Journal(self.directory, plan)
         tokenizer, seen, markers = self._tokenizer(journal)
         done, files, counts = self._shards(journal, tokenizer)
         documents: dict[str, int] = {name: facts["documents"] for name, facts in zip(SPLITS, done.splits, strict=True)}
@@ -257,11 +259,13 @@ def stamps(corpora: Sequence[Corpus]) -> Any:
 
 def _groups(source: int, parts: Iterable[Part]) -> Iterator[Group]:
     group: list[Part] = []
+    size = 0
     for part in parts:
         group.append(part)
-        if sum(part.bytes for part in group) >= GROUP_BYTES:
+        size += part.bytes
+        if size >= GROUP_BYTES:
             yield Group(source, tuple(group))
-            group = []
+            group, size = [], 0
     if group:
         yield Group(source, tuple(group))
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,6 +38,13 @@ DOCUMENT_ROW = np.dtype([("split", "u1"), ("tokens", "<i8"), ("bytes", "<i8"), (
 decides the split, and `document_digest`."""
 
 
+class Placed(NamedTuple):
+    """A document and what it is a part of, for messages."""
+
+    name: str
+    document: Document
+
+
 def work(job: Job, corpora: Sequence[Corpus] = ()) -> Result:
     """Do a job; what it found beside its files.
 
@@ -49,7 +57,7 @@ def work(job: Job, corpora: Sequence[Corpus] = ()) -> Result:
     if job["kind"] == "train":
         return _train(job)
     config = from_json(PrepareConfig, job["config"])
-    corpus = corpora[job["source"]] if corpora else open_corpus(config.sources[job["source"]], config)
+    corpus = corpora[job["source"]] if corpora else _opened(config.sources[job["source"]], config)
     parts = [Part(*part) for part in job["parts"]]
     return (_words if job["kind"] == "words" else _tokens)(job, config, corpus, parts)
 
@@ -65,6 +73,12 @@ def open_corpus(source: Source, config: PrepareConfig, *, report: Callable[[str]
     return docstring_corpus(report=report) if source.path == DOCSTRINGS else open_source(source, config.bad_rows)
 
 
+@lru_cache
+def _opened(source: Source, config: PrepareConfig) -> Corpus:
+    """In a worker, which lives as long as its corpora may not change."""
+    return open_corpus(source, config)
+
+
 def document_split(config: PrepareConfig) -> DocumentSplit:
     """The split that a configuration asks for."""
     return DocumentSplit(
@@ -77,7 +91,7 @@ def _words(job: Job, config: PrepareConfig, corpus: Corpus, parts: Iterable[Part
     sampled_documents, sampled_bytes, lowest = 0, 0, HASH_RANGE
     out = Path(job["out"])
     words = WordCounter(out.with_suffix(".words"))
-    for document in _documents(corpus, parts, skipped):
+    for _, document in _documents(corpus, parts, skipped):
         counts[split.split_of(document.id)] += 1
         lowest = min(lowest, split.split_hash(document.id))
         if split.trains_tokenizer(document.id):
@@ -113,7 +127,7 @@ def _tokens(job: Job, config: PrepareConfig, corpus: Corpus, parts: Iterable[Par
         for batch in _batches(_documents(corpus, parts, skipped)):
             pieces: tuple[list[np.ndarray], ...] = tuple([] for _ in SPLITS)
             found = np.zeros(len(batch), dtype=DOCUMENT_ROW)
-            for place, (document, ids) in enumerate(zip(batch, _encode(tokenizer, batch), strict=True)):
+            for place, ((_, document), ids) in enumerate(zip(batch, _encode(tokenizer, batch), strict=True)):
                 value = split.split_hash(document.id)
                 number = SPLITS.index(split.split_at(value))
                 pieces[number].extend((front, ids.astype(dtype, copy=False), back))
@@ -134,30 +148,29 @@ def _tokenizer(path: str, sha256: str, end: int | None, begin: int | None) -> Te
     return load_tokenizer(Path(path), end=end, begin=begin)
 
 
-def _encode(tokenizer: TextTokenizer, batch: list[Document]) -> list[np.ndarray]:
+def _encode(tokenizer: TextTokenizer, batch: list[Placed]) -> list[np.ndarray]:
     try:
-        return tokenizer.encode_documents([document.text for document in batch])
+        return tokenizer.encode_documents([document.text for _, document in batch])
     except DepthrouteError:
-        for document in batch:  # once more, to know which
+        for name, document in batch:  # once more, to know which
             try:
                 tokenizer.encode_documents([document.text])
             except DepthrouteError as error:
-                raise type(error)(f"the document {document.id}: {error}") from error
+                raise type(error)(f"{name}, the document {document.id}: {error}") from error
         raise
 
 
-def _documents(corpus: Corpus, parts: Iterable[Part], skipped: Counter[str]) -> Iterator[Document]:
-    for part in parts:
-        yield from corpus.documents(part, skipped)
+def _documents(corpus: Corpus, parts: Iterable[Part], skipped: Counter[str]) -> Iterator[Placed]:
+    return (Placed(part.name, document) for part in parts for document in corpus.documents(part, skipped))
 
 
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+def _batches(documents: Iterator[Placed]) -> Iterator[list[Placed]]:
     """Enough documents to keep every core busy, few enough to hold."""
-    batch: list[Document] = []
+    batch: list[Placed] = []
     characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document.text)
+    for placed in documents:
+        batch.append(placed)
+        characters += len(placed.document.text)
         if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0

@@ -25,7 +25,7 @@ from depthroute.data import (
     prepare,
     read_manifest,
 )
-from depthroute.data.work import BATCH_CHARACTERS, BATCH_DOCUMENTS, _batches
+from depthroute.data.work import BATCH_CHARACTERS, BATCH_DOCUMENTS, Placed, _batches
 from tests.data.preparation import Writer, config, documents_of
 
 
@@ -293,7 +293,7 @@ def test_batches_hold_a_bounded_amount_of_text() -> None:
         nonlocal taken
         for i in range(10 * BATCH_DOCUMENTS):
             taken += 1
-            yield Document(str(i), "x" * length)
+            yield Placed("file", Document(str(i), "x" * length))
 
     assert len(next(_batches(documents(10)))) == taken == BATCH_DOCUMENTS
     taken = 0
