@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -25,18 +26,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.fineweb import ROW_GROUP, SCHEMA, WordSource, default_source, groups_of, row_group, write_standin
-from benchmarks.preparing import Raw, command, prepared
+from benchmarks.preparing import Raw, command, prepared, training_memory
 from benchmarks.rows import Row, finish, interleaved, parser, ratios
 from depthroute.data.loader import Loader
 from depthroute.data.manifest import Manifest, read_manifest
 from depthroute.data.shards import DTYPES, INDEX_DTYPE, file_facts, ids_file, index_file, token_file
+from depthroute.data.word_counts import write_counts
 
 TEN_BILLION_TOKENS = 45.4e9
 """Bytes of text in sample-10BT."""
 SLICE = 60e6
 """Bytes of text that the tokenizer alone encodes at a time, in calls of a thousand documents."""
-LONG_DOCUMENT, TO_KILL, TO_VERIFY, SMALL = 100e6, 100e6, 550e6, 20e6
-"""Bytes: of one document, of the texts that are prepared under kills, of the shards that are checked, of the texts that these begin as."""
+LONG_DOCUMENT, TO_KILL, TO_VERIFY, SMALL = 100e6, 100e6, 4e9, 20e6
+"""Bytes: of one document, of the texts that are prepared under kills, of the shards that are checked, of the texts that these begin as.
+The shards are a fifth of ten billion tokens: below a GB the documents that are decoded for a sample weigh more than the reading."""
+MANY_WORDS = 1_500_000
 KILLS = 10
 LOADED, STEP_SEQUENCES, CONTEXT = 32, 4, 1_024
 OPEN = """
@@ -116,7 +120,23 @@ def shape_rows(place: Place) -> list[Row]:
         f"one row group of {size / 1e9:.2g} GB of text": prepared(giant, place.folder / "giant"),
         f"a document of {length / 1e6:.3g} MB": prepared(long, place.folder / "long"),
     }
-    return [Row(f"memory of all processes, preparing {name}, at its peak", run.memory / 1e9, 1.5, unit=" GB") for name, run in runs.items()]
+    trained = place.folder / "words"
+    trained.mkdir()
+    write_counts(trained / "many.words", sorted(invented_words(MANY_WORDS)))
+    memory = {f"preparing {name}": run.memory for name, run in runs.items()}
+    memory[f"training a tokenizer on {MANY_WORDS / 1e6:g} million words"] = training_memory(trained)
+    return [Row(f"memory of all processes, {name}, at its peak", found / 1e9, 1.5, unit=" GB") for name, found in memory.items()]
+
+
+def invented_words(number: int) -> Iterator[tuple[str, int]]:
+    """Different words and how often each was counted, by Zipf's law: more than a sample of 2.3 GB of web pages has."""
+    generator, letters = np.random.default_rng(4), np.array(list("etaoinshrdlcumwfgypbvkjxqz"))
+    seen: set[str] = set()
+    while len(seen) < number:
+        word = "\u0120" + "".join(letters[np.minimum(generator.exponential(6.0, size=generator.integers(3, 13)).astype(int), 25)])
+        if word not in seen:
+            seen.add(word)
+            yield word, number // len(seen) + 1
 
 
 def loader_rows(place: Place) -> list[Row]:

@@ -73,6 +73,20 @@ def prepared(source: Path, out: Path, *, every: float | None = None, pause: Call
     return Run(text_bytes=text_bytes, seconds=seconds, tokenizer_seconds=tokenizer_at - begun - had_stood_still, memory=memory, out=out)
 
 
+def training_memory(words: Path) -> int:
+    """The most memory, in bytes, of the process that trains a tokenizer from the counts in a folder, as a preparation does."""
+    job = {"kind": "train", "folder": str(words), "words": [path.name for path in words.glob("*.words")], "vocabulary": 32768}
+    code = f"from depthroute.data.work import work; work({job | {'out': str(words / 'tokenizer.json')}!r})"
+    memory = 0
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        while process.poll() is None:
+            memory = max(memory, _memory(process.pid))
+            time.sleep(0.2)
+    if process.returncode:
+        raise RuntimeError(f"training ended with {process.returncode}")
+    return memory
+
+
 def tree(root: int) -> list[int]:
     """A process and all that descend from it."""
     found = [root]
