@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.fineweb import ROW_GROUP, SCHEMA, WordSource, default_source, groups_of, row_group, write_standin
-from benchmarks.preparing import Raw, command, prepared, training_memory
+from benchmarks.preparing import Raw, command, invented_words, prepared, training_memory
 from benchmarks.rows import Row, finish, interleaved, parser, ratios
 from depthroute.data.loader import Loader
 from depthroute.data.manifest import Manifest, read_manifest
@@ -126,17 +125,6 @@ def shape_rows(place: Place) -> list[Row]:
     memory = {f"preparing {name}": run.memory for name, run in runs.items()}
     memory[f"training a tokenizer on {MANY_WORDS / 1e6:g} million words"] = training_memory(trained)
     return [Row(f"memory of all processes, {name}, at its peak", found / 1e9, 1.5, unit=" GB") for name, found in memory.items()]
-
-
-def invented_words(number: int) -> Iterator[tuple[str, int]]:
-    """Different words and how often each was counted, by Zipf's law: more than a sample of 2.3 GB of web pages has."""
-    generator, letters = np.random.default_rng(4), np.array(list("etaoinshrdlcumwfgypbvkjxqz"))
-    seen: set[str] = set()
-    while len(seen) < number:
-        word = "\u0120" + "".join(letters[np.minimum(generator.exponential(6.0, size=generator.integers(3, 13)).astype(int), 25)])
-        if word not in seen:
-            seen.add(word)
-            yield word, number // len(seen) + 1
 
 
 def loader_rows(place: Place) -> list[Row]:

@@ -79,7 +79,10 @@ def test_a_script_is_one_that_shell_and_command_line_take(name: str) -> None:
         if "depthroute" not in words:
             continue
         command, *arguments = words[words.index("depthroute") + 1 :]
-        options = read(importlib.import_module(f"depthroute.cli.{command}").Options, command, arguments)
+        module = importlib.import_module(f"depthroute.cli.{command}")
+        if command == "data":
+            assert arguments.pop(0) == "prepare"
+        options = read(module.Prepare if command == "data" else module.Options, command, arguments)
         if not isinstance(options, Options):
             continue
         run = run_of(recipe(options.recipe or "small"), Path(), residual=options.residual, settings=changes(options.set))

@@ -63,6 +63,7 @@ def analyse(
     ids = tokenizer.encode(text) if text is not None else dataset.tokens("validation")[: min(TEXT_TOKENS, config.model.context)].tolist()
     if not ids or len(ids) > config.model.context:
         raise RequestError(f"the text has {len(ids)} tokens; it takes 1 to {config.model.context}, the context of the model.")
+
     def windows(limit: int) -> Iterator[np.ndarray]:
         return evaluation_windows(dataset.held_out(limit=limit).tokens, config.model.context, sequences=8)
 
@@ -87,7 +88,7 @@ def analyse(
     if probe_tokens and found.get("routing"):
         report("causal probes")
         try:
-            found["probes"] = probe(model, windows(probe_tokens), end=dataset.end)
+            found["probes"] = probe(model, windows(probe_tokens), boundaries=dataset.held_out(limit=probe_tokens).boundaries)
         except RequestError as refusal:  # a read that is not a mixture by one weight a source
             found["probes"] = {"reason": str(refusal)}
     found["text"] = _text_view(model, ids, [tokenizer.decode([token]) for token in ids], arrays)

@@ -70,7 +70,7 @@ def probe(
     model: Decoder,
     windows: Iterable[np.ndarray],
     *,
-    end: int,
+    boundaries: np.ndarray,
     every_source: bool = False,
     above: float = ABOVE,
     negligible: float = NEGLIGIBLE,
@@ -80,8 +80,9 @@ def probe(
 
     Args:
         model: AttnRes in any form with one head, static mixing, queries of the token, or Delta; on its device. It is left as it was.
-        windows: token ids int64 [B, T + 1] each, as `evaluation_windows` yields them, B of them at a time through the model.
-        end: the id that ends a document.
+        windows: token ids int64 [B, T + 1] each, as `evaluation_windows` yields them of a `HeldOut`, B of them at a time through the
+            model.
+        boundaries: int64 [documents + 1], those of the same `HeldOut`.
         every_source: knock out every older source by itself, not only those with a mean weight of `above` or more.
         above: that weight; mass without effect is listed from it on.
         negligible: nats per token; an interval within -negligible and negligible is no effect.
@@ -97,14 +98,14 @@ def probe(
         `mass_without_effect`: those rows of `sites` that have a mean weight of `above` or more and an interval within the negligible.
 
     Raises:
-        RequestError: no windows, or a method that has no weights over sources.
+        RequestError: no windows, more than the boundaries hold, or a method that has no weights over sources.
         FailureError: a loss is not finite.
     """
     residual = probed(model.residual)
     batches = [batch for batch in windows if batch.size]
     if not batches:
         raise RequestError("no windows were given; an effect is a mean over tokens.")
-    documents = document_numbers(batches, end)
+    documents = document_numbers(batches, boundaries)
     training = model.training
     model.eval()
     try:

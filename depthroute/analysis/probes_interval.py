@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from depthroute.common.errors import FailureError
+from depthroute.common.errors import FailureError, RequestError
 
 CONFIDENCE = 0.95
 
@@ -55,21 +55,25 @@ def clustered(sums: np.ndarray, tokens: np.ndarray) -> Effect:
     return Effect(mean, mean - half, mean + half)
 
 
-def document_numbers(windows: Sequence[np.ndarray], end: int) -> list[np.ndarray]:
-    """For batches of windows [n, T + 1] the document of every target, int64 [n, T], counted from 0.
+def document_numbers(windows: Sequence[np.ndarray], boundaries: np.ndarray) -> list[np.ndarray]:
+    """For batches of windows [n, T + 1] the document of every target, int64 [n, T], counted from 0 without those that have no target.
 
-    An `end` belongs to the document that it ends. A document goes on in the next window if that begins with the last token of the one
-    before, as the windows of an evaluation do; otherwise another one begins there.
+    An end belongs to the document that it ends.
+
+    Args:
+        windows: as `evaluation_windows` yields them: their targets follow each other without a gap, from the second token on.
+        boundaries: int64 [documents + 1], those of the `HeldOut` that was cut into these windows.
+
+    Raises:
+        RequestError: there are more targets than the boundaries have tokens for.
     """
-    found, number, last = [], 0, None
-    for batch in windows:
-        rows = np.empty((batch.shape[0], batch.shape[1] - 1), dtype=np.int64)
-        for row, window in zip(rows, batch, strict=True):
-            if last is not None and last != end and window[0] != last:
-                number += 1
-            ends = (window[1:] == end).astype(np.int64)
-            row[:] = number + ends.cumsum() - ends
-            number += int(ends.sum())
-            last = window[-1]
-        found.append(rows)
-    return found
+    shapes = [(batch.shape[0], batch.shape[1] - 1) for batch in windows]
+    edges = np.cumsum([rows * columns for rows, columns in shapes])
+    if edges[-1] >= boundaries[-1]:
+        raise RequestError(
+            f"the windows have {edges[-1]} targets, and the documents end after {boundaries[-1]} tokens, the first of which is none; give "
+            "the boundaries of the slice that was cut into these windows."
+        )
+    holders = np.searchsorted(boundaries, np.arange(1, edges[-1] + 1), side="right")
+    numbers = np.unique(holders, return_inverse=True)[1]
+    return [part.reshape(shape) for part, shape in zip(np.split(numbers, edges[:-1]), shapes, strict=True)]

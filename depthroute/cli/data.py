@@ -35,8 +35,8 @@ class Prepare:
 
     sources: tyro.conf.Positional[tuple[str, ...]] = ()
     """`docstrings` (the documentation of the installed Python packages), `multi-hop` (synthetic facts, and questions that take a known
-    number of look-ups), parquet, JSONL or text files, folders of them, or hf:NAME, a data set in the cache of the Hugging Face hub. They
-    follow each other in every split. Default: docstrings."""
+    number of look-ups), parquet, JSONL or text files, folders of them, or hf:NAME, a data set of the Hugging Face hub, which is downloaded.
+    They follow each other in every split. Default: docstrings."""
     out: Path
     """The folder of the shards."""
     weights: tuple[float, ...] = ()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -16,6 +18,7 @@ from depthroute.cli.options import read
 from depthroute.cli.progress import Lines
 
 if TYPE_CHECKING:
+    from depthroute.data.progress import Progress
     from depthroute.data.statistics import SplitStatistics, Statistics, StretchStatistics
     from depthroute.data.verify import Check
 
@@ -76,6 +79,8 @@ class Stats:
 
 def main(name: str, arguments: Sequence[str]) -> None:
     commands: dict[str, Callable[[Sequence[str]], None]] = {"verify": _verify, "show": _show, "stats": _stats}
+    if isinstance(sys.stdout, io.TextIOWrapper):  # texts and names hold characters that a terminal's encoding may lack
+        sys.stdout.reconfigure(errors="backslashreplace")
     commands[name](arguments)
 
 
@@ -86,13 +91,22 @@ def _verify(arguments: Sequence[str]) -> None:
     from depthroute.data.verify import verify
 
     with Lines() as lines:
-        found = verify(options.directory, sample=options.sample, progress=lines.progress)
+
+        def tell(moment: Progress) -> None:
+            with suppress(OSError):  # nobody reads it any more, and the files are to be proved all the same
+                lines.progress(moment)
+
+        found = verify(options.directory, sample=options.sample, progress=tell)
     if options.json:
-        print(json.dumps({"ok": found.ok, **to_json(found)}, indent=2))
+        text = json.dumps({"ok": found.ok, **to_json(found)}, indent=2)
     else:
         width = max(len(check.name) for check in found.checks)
-        for check in found.checks:
-            print(f"{_verdict(check):<5}  {check.name:<{width}}  {check.found}")
+        text = "\n".join(f"{_verdict(check):<5}  {check.name:<{width}}  {check.found}" for check in found.checks)
+    try:
+        print(text, flush=True)
+    except OSError:  # what is wrong is said on standard error, whoever reads the list
+        if found.ok:
+            raise
     if not found.ok:
         first = "; ".join(f"{check.name}: {check.found}" for check in found.failures[:NAMED_FAILURES])
         more = len(found.failures) - NAMED_FAILURES
@@ -149,7 +163,7 @@ def _stats(arguments: Sequence[str]) -> None:
 
 
 def _report(found: Statistics) -> list[str]:
-    lines = _table({split.split: split.all for split in found.splits})
+    lines = _table([(split.split, split.all) for split in found.splits])
     lines += [_row("texts of training documents", [_number(split.in_train) for split in found.splits])]
     if found.ids_in_several_splits is None:
         lines += ["ids of documents are not recorded"]
@@ -174,14 +188,15 @@ def _of_split(split: SplitStatistics) -> list[str]:
     lines.append(f"{split.split}: the most frequent ids")
     lines += [f"  {one.id:>23}  {one.count:>12,}  {_spaced(one.spelling)}" for one in split.all.frequent]
     if split.sources:
-        lines += [f"{split.split}: by source", *_table({source.name: source.all for source in split.sources})]
+        lines += [f"{split.split}: by source", *_table([(source.name, source.all) for source in split.sources])]
     return lines
 
 
-def _table(columns: dict[str, StretchStatistics]) -> list[str]:
-    lines = [_row("", list(columns))]
+def _table(columns: Sequence[tuple[str, StretchStatistics]]) -> list[str]:
+    """Columns by their titles; two sources may have the same."""
+    lines = [_row("", [title for title, _ in columns])]
     for path, title in COLUMNS.items():
-        lines.append(_row(title, [_number(_field(stretch, path)) for stretch in columns.values()]))
+        lines.append(_row(title, [_number(_field(stretch, path)) for _, stretch in columns]))
     return lines
 
 

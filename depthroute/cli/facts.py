@@ -22,7 +22,7 @@ def data_facts(directory: Path) -> dict[str, Any]:
         facts[f"{split}_documents"] = counts.documents
         facts[f"{split}_tokens"] = counts.tokens
     if len(data.manifest.sources) > 1:
-        facts["sources"] = {source.name: _source_facts(source) for source in data.manifest.sources}
+        facts["sources"] = [_source_facts(source) for source in data.manifest.sources]
     facts["unigram_entropy_nats"] = data.manifest.unigram_entropy_nats
     facts["bytes_per_token"] = data.manifest.bytes_per_token
     facts["skipped"] = {entry.reason: entry.count for entry in data.manifest.skipped}
@@ -30,9 +30,9 @@ def data_facts(directory: Path) -> dict[str, Any]:
     return facts
 
 
-def _source_facts(source: SourceFacts) -> dict[str, int]:
+def _source_facts(source: SourceFacts) -> dict[str, Any]:
     train = source.splits.train
-    return {"train_documents": train.documents, "train_tokens": train.tokens}
+    return {"name": source.name, "train_documents": train.documents, "train_tokens": train.tokens}
 
 
 def run_facts(directory: Path) -> dict[str, Any]:

@@ -65,10 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = [word for word in rest if word != "--debug"]
     try:
         importlib.import_module(f"depthroute.cli.{name}").main(options)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it was closed before the start
+            sys.stdout.flush()
     except DepthrouteError as error:
         if debug:
             raise
+        _drop_unwritten_output()
         if not error.everywhere or _first_process():
             print(f"depthroute {name}: {error}", file=sys.stderr)
         return error.exit_code
@@ -99,6 +101,8 @@ def _first_process() -> bool:
 
 
 def _drop_unwritten_output() -> None:
+    if sys.stdout is None:
+        return
     try:
         sys.stdout.flush()
     except OSError:  # or Python tries, and fails, to write the rest when it exits

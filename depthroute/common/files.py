@@ -36,6 +36,9 @@ def explain_os_errors(path: Path, doing: str) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise FailureError(f"the disk is full while {doing} {path}; free some space and run the same command again.") from error
+        if error.errno == errno.EFBIG:
+            limit = "raise the limit (ulimit -f) or choose another disk"
+            raise FailureError(f"{path} would be larger than a file may be here; {limit}.") from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise FailureError(f"no permission while {doing} {path}; choose a folder you can write to.") from error
         raise

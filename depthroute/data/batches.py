@@ -10,11 +10,11 @@ from depthroute.common.errors import RequestError
 from depthroute.data.order import gather
 
 
-def evaluation_windows(tokens: np.ndarray, context: int, limit_tokens: int | None = None, *, sequences: int = 16) -> Iterator[np.ndarray]:
+def evaluation_windows(tokens: np.ndarray, context: int, *, sequences: int = 16) -> Iterator[np.ndarray]:
     """Yield the windows an evaluation reads, in order and always the same: int64 [n, context + 1] with n <= sequences, and, where the
     targets do not fill whole windows, those that are left over as one shorter window, int64 [1, rest + 1], at the end.
 
-    Together they hold the first `limit_tokens` targets, exactly, or all there are, which None stands for, each once and in order.
+    Together they hold every target, once and in order.
 
     Args:
         tokens: [targets + 1], as `TokenDataset.held_out` gives them: the first is an input alone.
@@ -22,15 +22,15 @@ def evaluation_windows(tokens: np.ndarray, context: int, limit_tokens: int | Non
     Raises:
         RequestError: a value is not allowed, or there is no target.
     """
-    for name, value in (("context", context), ("sequences", sequences), ("limit_tokens", limit_tokens)):
-        if value is not None and value < 1:
+    for name, value in (("context", context), ("sequences", sequences)):
+        if value < 1:
             raise RequestError(f"{name} cannot be {value}; it takes 1 or more.")
     targets = len(tokens) - 1
     if targets < 1:
         raise RequestError(
             f"the split has {len(tokens)} tokens, and an evaluation needs one and another that follows it; raise its share of the data."
         )
-    return _windows(tokens, context, targets if limit_tokens is None else min(targets, limit_tokens), sequences)
+    return _windows(tokens, context, targets, sequences)
 
 
 def _windows(tokens: np.ndarray, context: int, targets: int, sequences: int) -> Iterator[np.ndarray]:

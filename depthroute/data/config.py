@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from depthroute.common.errors import RequestError
 from depthroute.data.multi_hop import MULTI_HOP, MultiHopConfig
+from depthroute.data.order import BLOCK
+from depthroute.data.shares import shares
 from depthroute.data.tokenizer import SMALLEST_VOCABULARY
 
 DOCSTRINGS = "docstrings"
+HUB = "hf:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +94,9 @@ class PrepareConfig:
             )
         if not self.salt or "\0" in self.salt:
             raise RequestError(f"salt cannot be {self.salt!r}; it takes any text that is not empty and has no zero character.")
+        for what, path in (("tokenizer", self.tokenizer), *(("source", source.path) for source in self.sources)):
+            if path is not None and any("\ud800" <= character <= "\udfff" for character in path):
+                raise RequestError(f"the path of the {what} {path!r} is not UTF-8, and could not be written down; rename it.")
         self._check_sources()
         training, ready = ("vocabulary", "sample_one_in"), ("tokenizer", "end_of_document", "begin_of_document")
         if self.multi_hop is not None:
@@ -114,12 +121,19 @@ class PrepareConfig:
         paths = [source.path for source in self.sources]
         if not paths:
             raise RequestError("sources cannot be empty; it takes one source or more.")
-        twice = next((path for path in paths if paths.count(path) > 1), None)
+        places = [path if path in (DOCSTRINGS, MULTI_HOP) or path.startswith(HUB) else os.path.realpath(path) for path in paths]
+        twice = next((path for path, place in zip(paths, places, strict=True) if places.count(place) > 1), None)
         if twice is not None:
             raise RequestError(f"the source {twice} is there twice; name it once, with a weight.")
         weighted = sum(source.weight is not None for source in self.sources)
         if weighted not in (0, len(paths)):
             raise RequestError(f"{weighted} of {len(paths)} sources have a weight; give all of them one, or none.")
+        if self.weights is not None:
+            for path, weight, count in zip(paths, self.weights, shares(BLOCK, self.weights), strict=True):
+                if not count:
+                    raise RequestError(
+                        f"the weight of {path} is {weight:g} of all, which is none of {BLOCK:,} windows; raise it, or leave the source out."
+                    )
         if (MULTI_HOP in paths) != (self.multi_hop is not None):
             raise RequestError(
                 f"the sources {', '.join(paths)} and multi_hop {self.multi_hop!r} do not go together: the source {MULTI_HOP!r} needs a "

@@ -10,15 +10,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from depthroute.common.config import to_json
 from depthroute.common.errors import FailureError, RequestError
-from depthroute.common.files import read_json, sha256_of
+from depthroute.common.files import read_json, sha256_of, write_json
+from depthroute.data import groups
 from depthroute.data.config import PrepareConfig
-from depthroute.data.corpus import ContentHash, Corpus, Part
+from depthroute.data.corpus import ContentHash, Corpus
+from depthroute.data.groups import groups_of, names_of, stamps
 from depthroute.data.journal import NOTHING, Done, Journal, Seen
 from depthroute.data.manifest import (
     FORMAT,
@@ -34,7 +36,7 @@ from depthroute.data.manifest import (
 )
 from depthroute.data.multi_hop import ANSWER_DISTANCE, MultiHopCorpus
 from depthroute.data.progress import Progress
-from depthroute.data.shards import ShardWriter, dtype_for, file_facts
+from depthroute.data.shards import ShardWriter, dtype_for, file_facts, read_array
 from depthroute.data.split import HASH_RANGE, SPLITS
 from depthroute.data.statistics import entropy_nats
 from depthroute.data.tokenizer import TextTokenizer, load_tokenizer
@@ -44,21 +46,12 @@ from depthroute.data.workers import Job, Result, run_jobs
 Report = Callable[[str], None]
 ShowProgress = Callable[[Progress], None]
 TOKENIZER = "tokenizer.json"
-GROUP_BYTES = 2**24
-"""Of input in a job: some seconds of work, which is what a kill costs, and little to hold."""
+SOURCE = "source.json"
+"""The stamps of the sources, which show the next call that nothing has changed."""
+LISTED = 2**14
+"""Documents that are entered at once."""
 JOURNAL_SECONDS = 5.0
 PROGRESS_SECONDS = 1.0
-
-
-class Group(NamedTuple):
-    """Parts of one source that are one job."""
-
-    source: int
-    parts: tuple[Part, ...]
-
-    @property
-    def bytes(self) -> int:
-        return sum(part.bytes for part in self.parts)
 
 
 class Filling:
@@ -77,26 +70,33 @@ class Filling:
         self.config, self.corpora, self.ready, self.directory, self.tell, self.show = config, corpora, ready, directory, tell, show
         self.left_out: Counter[str] = Counter()
         self.groups = [
-            group for number, corpus in enumerate(corpora) for group in _groups(number, corpus.parts(self.left_out))
+            group for number, corpus in enumerate(corpora) for group in groups_of(number, corpus.parts(self.left_out))
         ]
         self.stamps = to_json(stamps(corpora))
         self.total = sum(group.bytes for group in self.groups)
         # A worker takes a second to start: what is small is done here.
-        self.processes = max(1, min(workers, len(self.groups), self.total // GROUP_BYTES))
-        self.name = " + ".join(corpus.name for corpus in corpora)
+        self.processes = max(1, min(workers, len(self.groups), self.total // groups.GROUP_BYTES))
+        self.names = names_of(config, corpora)
+        self.name = " + ".join(self.names)
 
     def run(self) -> Manifest:
-        made = hashlib.sha256(self.ready.file).hexdigest() if self.ready is not None else None
-        groups = hashlib.sha256(json.dumps(self.groups).encode("utf-8")).hexdigest()
-        plan = {"config": to_json(self.config), "stamps": self.stamps, "tokenizer": made, "groups": groups}
-        journal = Journal(self.directory, plan)
-        tokenizer, seen, markers = self._tokenizer(journal)
-        done, files, counts = self._shards(journal, tokenizer)
+        ready = self.ready
+        made = None if ready is None else [hashlib.sha256(ready.file).hexdigest(), ready.end, ready.begin]
+        cut = hashlib.sha256(json.dumps(self.groups).encode("utf-8")).hexdigest()
+        plan = {"config": to_json(self.config), "stamps": self.stamps, "tokenizer": made, "groups": cut}
+        with Journal(self.directory, plan) as journal:
+            write_json(self.directory / SOURCE, self.stamps)
+            tokenizer, seen, markers = self._tokenizer(journal)
+            return self._filled(journal, tokenizer, seen, markers)
+
+    def _filled(self, journal: Journal, tokenizer: TextTokenizer, seen: Seen, markers: tuple[Marker, ...]) -> Manifest:
+        used = file_facts(self.directory / TOKENIZER)
+        done, files, counts = self._shards(journal, tokenizer, used)
         documents: dict[str, int] = {name: facts["documents"] for name, facts in zip(SPLITS, done.splits, strict=True)}
         self._refuse_empty_splits(documents, done.lowest, done.skipped)
         if to_json(stamps(self.corpora)) != self.stamps:
             raise FailureError(f"the corpus {self.name} changed while it was being read; prepare it again when nothing writes to it.")
-        manifest = self._manifest(tokenizer, seen, markers, done, files, counts)
+        manifest = self._manifest(tokenizer, seen, markers, done, (used, *files), counts)
         manifest.write(self.directory)
         journal.remove()
         self.tell(f"{manifest.splits.train.tokens} training and {manifest.splits.validation.tokens} validation tokens")
@@ -113,7 +113,10 @@ class Filling:
             tokenizer.save(path)
             return tokenizer, Seen(), tuple(Marker(name=n, ids=ids, distance=ANSWER_DISTANCE) for n, ids in corpus.markers().items())
         seen = journal.seen()
-        if seen is None:
+        if seen is None or not path.exists() or sha256_of(path) != seen.tokenizer:
+            if seen is not None:
+                self.tell(f"{path} is not the tokenizer that was trained; starting over")
+                journal.start_over()
             config = self.config
             self.tell(f"training a tokenizer of {config.vocabulary} entries on one training document in {config.sample_one_in}")
             seen = self._words(journal)
@@ -123,10 +126,13 @@ class Filling:
                     f"none of the {seen.documents['train']} training documents of {self.name} fell into the tokenizer's sample; set "
                     "sample_one_in to 1."
                 )
-            words = sorted(file.name for file in journal.words.glob("*.words"))
-            job = {"kind": "train", "folder": str(journal.words), "words": words, "vocabulary": config.vocabulary, "out": str(path)}
+            words, trained = sorted(map(str, journal.words.glob("*.words"))), journal.parts / TOKENIZER
+            job = {
+                "kind": "train", "words": words, "scratch": str(journal.parts), "vocabulary": config.vocabulary, "out": str(trained)
+            }  # fmt: skip
             for _ in run_jobs([job], self._work, processes=1, threads=self.processes > 1):  # whose memory goes with its process
-                pass
+                seen.tokenizer = sha256_of(trained)
+                trained.replace(path)
             journal.note_seen(seen)
         return load_tokenizer(path), seen, ()
 
@@ -137,33 +143,34 @@ class Filling:
         for out in outs:
             if out.exists():
                 seen.add(read_json(out))
-        jobs = (self._job("words", number, outs[number].with_suffix("")) for number in missing)
-        for _, result in self._followed("counting words", missing, run_jobs(jobs, self._work, processes=self.processes)):
+        # Into the folder of this call: a worker that outlived an earlier one must not write among these.
+        jobs = (self._job("words", number, journal.parts / outs[number].stem) for number in missing)
+        for number, result in self._followed("counting words", missing, run_jobs(jobs, self._work, processes=self.processes)):
+            for suffix in (".words", ".json"):  # in this order: it counts when the last one is there
+                (journal.parts / outs[number].name).with_suffix(suffix).replace(outs[number].with_suffix(suffix))
             seen.add(result)
         return seen
 
-    def _shards(self, journal: Journal, tokenizer: TextTokenizer) -> tuple[Done, tuple[FileFacts, ...], np.ndarray]:
+    def _shards(self, journal: Journal, tokenizer: TextTokenizer, used: FileFacts) -> tuple[Done, tuple[FileFacts, ...], np.ndarray]:
         """The shards, from where an earlier call came to; how often each token id is in the training split."""
         done = journal.done()
         self.tell(f"tokenizing with {tokenizer.vocabulary} entries" + (", going on from where it was" if done.groups else ""))
-        path = self.directory / TOKENIZER
         extra = {
-            "tokenizer": str(path), "sha256": sha256_of(path), "end": None if self.ready is None else tokenizer.end,
+            "tokenizer": str(self.directory / TOKENIZER), "sha256": used.sha256, "end": None if self.ready is None else tokenizer.end,
             "begin": tokenizer.begin,
         }  # fmt: skip
         left = range(done.groups, len(self.groups))
         jobs = (self._job("tokens", number, journal.parts / f"{number:06d}", **extra) for number in left)
         with ExitStack() as stack:
-            writers = []
-            for name, found in zip(SPLITS, done.splits, strict=True):
-                writers.append(ShardWriter(self.directory, name, tokenizer.vocabulary, SplitFacts(**found)))
-                stack.callback(writers[-1].close)
+            writers = [
+                stack.enter_context(ShardWriter(self.directory, name, tokenizer.vocabulary, SplitFacts(**found), done.files))
+                for name, found in zip(SPLITS, done.splits, strict=True)
+            ]
             noted = time.monotonic()
             for number, result in self._followed("tokenizing", left, run_jobs(jobs, self._work, processes=self.processes)):
                 _take(journal.parts / f"{number:06d}", self.groups[number].source, result, writers, done)
                 if time.monotonic() - noted >= JOURNAL_SECONDS:
-                    for writer in writers:
-                        writer.sync()
+                    done.files = {facts.name: facts.sha256 for writer in writers for facts in writer.finish()}
                     journal.note_done(done)
                     noted = time.monotonic()
             return done, tuple(facts for writer in writers for facts in writer.finish()), writers[0].token_counts
@@ -215,7 +222,7 @@ class Filling:
         files: tuple[FileFacts, ...],
         counts: np.ndarray,
     ) -> Manifest:
-        saved, splits = file_facts(self.directory / TOKENIZER), _splits(done.splits)
+        splits = _splits(done.splits)
         skipped = self.left_out + done.skipped
         return Manifest(
             format=FORMAT,
@@ -226,7 +233,7 @@ class Filling:
             ),
             prepare=self.config,
             tokenizer=TokenizerFacts(
-                sha256=saved.sha256, training_documents=seen.sampled_documents, training_bytes=seen.sampled_bytes,
+                sha256=files[0].sha256, training_documents=seen.sampled_documents, training_bytes=seen.sampled_bytes,
                 words_left_out=seen.words_left_out,
             ),
             vocabulary=tokenizer.vocabulary,
@@ -235,10 +242,10 @@ class Filling:
             skipped=tuple(Skipped(reason=reason, count=count) for reason, count in sorted(skipped.items()) if count),
             unigram_entropy_nats=entropy_nats(counts),
             bytes_per_token=splits.train.bytes / splits.train.tokens,
-            files=(saved, *files),
+            files=files,
             sources=tuple(
-                SourceFacts(name=corpus.name, columns=self._columns(number), splits=_splits(done.sources.get(str(number), [{}] * 3)))
-                for number, corpus in enumerate(self.corpora)
+                SourceFacts(name=name, columns=self._columns(number), splits=_splits(done.sources.get(str(number), [{}] * 3)))
+                for number, name in enumerate(self.names)
             ),
             markers=markers,
             end=tokenizer.end,
@@ -251,48 +258,29 @@ class Filling:
         return tuple(sorted(text if key is None else f"{text}, id: {key}" for text, key in found))
 
 
-def stamps(corpora: Sequence[Corpus]) -> Any:
-    """A JSON value found without reading the documents; as long as it is the same, so are they."""
-    found = [corpus.stamp() for corpus in corpora]
-    return found[0] if len(found) == 1 else found
-
-
-def _groups(source: int, parts: Iterable[Part]) -> Iterator[Group]:
-    group: list[Part] = []
-    size = 0
-    for part in parts:
-        group.append(part)
-        size += part.bytes
-        if size >= GROUP_BYTES:
-            yield Group(source, tuple(group))
-            group, size = [], 0
-    if group:
-        yield Group(source, tuple(group))
-
-
 def _take(out: Path, source: int, result: dict[str, Any], writers: Sequence[ShardWriter], done: Done) -> None:
     """Append what a worker has written to the shards, and remove it."""
-    listed = Path(f"{out}.documents.bin")
-    documents = np.frombuffer(listed.read_bytes(), dtype=DOCUMENT_ROW)
     of_source = done.sources.setdefault(str(source), [asdict(NOTHING) for _ in SPLITS])
-    for number, (name, writer) in enumerate(zip(SPLITS, writers, strict=True)):
-        chosen = documents[documents["split"] == number]
-        tokens = Path(f"{out}.{name}.bin")
-        added = {"documents": len(chosen), "tokens": int(chosen["tokens"].sum()), "bytes": int(chosen["bytes"].sum())}
-        writer.add(tokens, chosen["tokens"], chosen["id"], added["bytes"])
-        for total in (of_source[number], done.splits[number]):
-            for what, count in added.items():
-                total[what] += count
-        tokens.unlink()
-    content = ContentHash(done.content)
-    for digest in documents["digest"]:
-        content.add(digest.tobytes())
-    done.content = content.hexdigest()
-    if len(documents):
+    content, listed = ContentHash(done.content), read_array(Path(f"{out}.documents.bin"), DOCUMENT_ROW)
+    for first in range(0, len(listed), LISTED):
+        documents = listed[first : first + LISTED]
         done.lowest = min(done.lowest, int(documents["id"].min()))
+        for digest in documents["digest"]:
+            content.add(digest.tobytes())
+        for number, writer in enumerate(writers):
+            chosen = documents[documents["split"] == number]
+            added = {"documents": len(chosen), "tokens": int(chosen["tokens"].sum()), "bytes": int(chosen["bytes"].sum())}
+            writer.add_documents(chosen["tokens"], chosen["id"], added["bytes"])
+            for total in (of_source[number], done.splits[number]):
+                for what, count in added.items():
+                    total[what] += count
+    done.content = content.hexdigest()
+    for name, writer in zip(SPLITS, writers, strict=True):
+        writer.add_tokens(Path(f"{out}.{name}.bin"))
+        Path(f"{out}.{name}.bin").unlink()
+    Path(f"{out}.documents.bin").unlink()
     done.skipped.update(result["skipped"])
     done.groups += 1
-    listed.unlink()
 
 
 def _splits(found: Sequence[dict[str, int]]) -> Splits:

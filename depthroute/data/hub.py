@@ -11,11 +11,11 @@ from typing import Any
 
 from depthroute.common.errors import FailureError, RequestError, choose
 from depthroute.data import rows
+from depthroute.data.config import HUB
 from depthroute.data.corpus import Document, Part
 from depthroute.data.parquet import BATCH_ROWS, batch_rows_of, columns_of
 from depthroute.data.rows import BadRow, BadRows, Row, to_documents
 
-PREFIX = "hf:"
 FEWEST_ROWS = 1000
 """Of a part that is not the last one."""
 
@@ -36,7 +36,7 @@ class HubName:
         Raises:
             RequestError: it is not of that form.
         """
-        name, *rest = text.removeprefix(PREFIX).split(",")
+        name, *rest = text.removeprefix(HUB).split(",")
         if not name:
             raise RequestError(f"the source {text!r} names no data set; it takes hf:NAME[,config=NAME][,split=NAME][,revision=NAME].")
         options: dict[str, str] = {}

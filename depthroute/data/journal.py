@@ -38,6 +38,8 @@ class Seen:
     sampled_documents: int = 0
     sampled_bytes: int = 0
     words_left_out: int = 0
+    tokenizer: str = ""
+    """The SHA-256 of the tokenizer that was trained from it."""
 
     def add(self, found: dict[str, Any]) -> None:
         self.documents.update(found["documents"])
@@ -62,10 +64,13 @@ class Done:
     """Of all sources, as the fields of `SplitFacts`, in the order of `SPLITS`."""
     sources: dict[str, list[dict[str, int]]] = field(default_factory=dict)
     """The same of each source, by its number."""
+    files: dict[str, str] = field(default_factory=dict)
+    """The SHA-256 of the shards as far as they count, by name."""
 
 
 class Journal:
-    """The folder of a plan. What an earlier call left of the same plan is kept, all else is removed.
+    """The folder of a plan, a context. What an earlier call left of the same plan is kept, all else is removed. `parts` is a folder for
+    this call alone, which goes with it: a worker that outlives an earlier call has nowhere to write.
 
     Raises:
         FailureError: the folder cannot be written, or the disk is full.
@@ -83,6 +88,19 @@ class Journal:
             self.parts = Path(tempfile.mkdtemp(dir=self.folder, prefix=f"parts-{os.getpid()}-"))
         write_json(path, plan)
 
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.parts, ignore_errors=True)
+
+    def start_over(self) -> None:
+        """Forget what was found and done."""
+        for name in ("seen.json", "journal.json"):
+            (self.folder / name).unlink(missing_ok=True)
+        with explain_os_errors(self.folder, "writing"):
+            self.words.mkdir(exist_ok=True)
+
     @property
     def words(self) -> Path:
         return self.folder / "words"
@@ -92,8 +110,9 @@ class Journal:
         path = self.folder / "seen.json"
         if not path.exists():
             return None
-        found = Seen()
-        found.add(read_json(path))
+        value = read_json(path)
+        found = Seen(tokenizer=value["tokenizer"])
+        found.add(value)
         return found
 
     def note_seen(self, seen: Seen) -> None:

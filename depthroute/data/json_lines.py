@@ -22,8 +22,8 @@ UNPACKED_BYTES = 2**16
 
 
 def plan(path: Path, name: str, text_column: str | None, id_column: str | None, bad_rows: BadRows) -> list[Part]:
-    """Ranges of bytes of about `PART_BYTES`, or the whole file where it is compressed. The first row that can be read decides about the
-    columns.
+    """Ranges of bytes of about `PART_BYTES`, or the whole file where it is compressed. The first row decides about the columns; where bad
+    rows are skipped, the first that has them.
 
     Raises:
         RequestError: a column is not there.
@@ -33,14 +33,21 @@ def plan(path: Path, name: str, text_column: str | None, id_column: str | None, 
     packed = _packing(path)
     if packed and not size:
         raise FailureError(f"{path} is not a whole {packed} file: it is empty.")
-    columns = None
+    columns, lacking = None, None
     for position, value in _objects(path, 0, size):
         if isinstance(value, dict):
-            columns = resolve(value, name_row(path, position), text_column, id_column)
-            break
-        if bad_rows == "refuse":
+            try:
+                columns = resolve(value, name_row(path, position), text_column, id_column)
+                break
+            except RequestError as error:
+                lacking = lacking or error
+                if bad_rows == "refuse":
+                    raise
+        elif bad_rows == "refuse":
             raise rows.refusal(value, lambda position: name_row(path, position))
-    if columns is None:  # nothing but blank lines, or lines that are to be skipped
+    if columns is None and lacking is not None:
+        raise lacking
+    if columns is None:  # nothing but blank lines, or lines that are no objects and are to be skipped
         columns = (text_column or DEFAULT_TEXT, id_column)
     if packed:
         return [Part(name, 0, size, size, columns)]

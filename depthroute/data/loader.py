@@ -6,6 +6,7 @@ R sequences of a batch that a rank has, T tokens of context.
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -46,7 +47,7 @@ class Loader:
     A batch depends on the seed and its step alone: a run is resumed with `start`, and the batches of all ranks, one below the other, are
     the same for any number of them. An iteration has a thread of its own that reads the next `ahead` batches while the caller works;
     what fails there is raised where its batch is asked for. Each iteration begins at `start` again. Leaving the `with` ends the threads,
-    as does dropping an iterator.
+    as does dropping an iterator. Threads do not live on in a forked process: iterate there anew.
     """
 
     def __init__(
@@ -117,11 +118,11 @@ class Loader:
     def _starts(self, step: int) -> np.ndarray:
         return self.order.windows(step)[self._rows]
 
-    def advise(self, step: int) -> None:
-        """Tell the kernel that the batch of a step will be read, so that the disk begins before it is."""
+    def _advise_step(self, step: int) -> None:
         self._advise(self._starts(step))
 
     def _advise(self, starts: np.ndarray) -> None:
+        """Tell the kernel that these windows will be read, so that the disk begins before they are."""
         if self._map is None or not hasattr(mmap, "MADV_WILLNEED"):
             return
         size, page = self._tokens.itemsize, mmap.PAGESIZE
@@ -139,13 +140,15 @@ class _Ahead:
     """
 
     def __init__(self, loader: Loader) -> None:
-        self._wanted: SimpleQueue[bool] = SimpleQueue()  # True: make another one; False: end
+        self._wanted: SimpleQueue[None] = SimpleQueue()  # each entry: make another one, or look whether this has ended
         self._made: SimpleQueue[Batch | BaseException | None] = SimpleQueue()  # None: it was closed
         for _ in range(loader.ahead):
-            self._wanted.put(True)
+            self._wanted.put(None)
         self._ended: BaseException | None = None
-        self._end = weakref.finalize(self, self._wanted.put, False)
-        self._thread = threading.Thread(target=_work, args=(loader, self._wanted, self._made), name="batches", daemon=True)
+        self._process = os.getpid()
+        stopped = threading.Event()
+        self._end = weakref.finalize(self, _stop, stopped, self._wanted)
+        self._thread = threading.Thread(target=_work, args=(loader, stopped, self._wanted, self._made), name="batches", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> _Ahead:
@@ -154,7 +157,9 @@ class _Ahead:
     def __next__(self) -> Batch:
         if self._ended is not None:
             raise self._ended
-        self._wanted.put(True)
+        if os.getpid() != self._process:
+            raise RequestError("this process was forked, and the thread that makes the batches was not; iterate over the loader anew.")
+        self._wanted.put(None)
         found = self._made.get()
         if isinstance(found, Batch):
             return found
@@ -168,12 +173,17 @@ class _Ahead:
         self._thread.join()
 
 
-def _work(loader: Loader, wanted: SimpleQueue[bool], made: SimpleQueue[Batch | BaseException | None]) -> None:
+def _stop(stopped: threading.Event, wanted: SimpleQueue[None]) -> None:
+    stopped.set()
+    wanted.put(None)
+
+
+def _work(loader: Loader, stopped: threading.Event, wanted: SimpleQueue[None], made: SimpleQueue[Batch | BaseException | None]) -> None:
     step = advised = loader.start
     try:
-        while wanted.get():
+        while not (wanted.get() or stopped.is_set()):
             while advised <= step + loader.ahead:
-                loader.advise(advised)
+                loader._advise_step(advised)
                 advised += 1
             made.put(loader.batch_at(step))
             step += 1

@@ -40,13 +40,14 @@ class BatchOrder:
     window `permuted(n mod W, W, round_keys(seed, "source 0", n div W))`: every epoch reads every window once.
 
     With stretches, the sources of a weighted mixture, each is cut into windows by itself, from its start, and none reads over its end.
-    Of every 1,000 samples in a row, a block, source i has c_i, its weight rounded to a thousandth (largest remainder). Sample n has the
-    number q = `permuted(n mod 1000, 1000, round_keys(seed, "blocks", n div 1000))` in its block: the c_0 lowest are the first source's,
-    the next c_1 the second's, and so on. The r-th of those of source i, r from 0, is the source's sample m = (n div 1000) x c_i + r: window
+    Of every 1,000 samples in a row, a block, source i has c_i: 1,000 times its weight over all weights, rounded down, and what is left of
+    the 1,000 one each to the largest remainders, of equal ones to the first sources. Sample n has the number
+    q = `permuted(n mod 1000, 1000, round_keys(seed, "blocks", n div 1000))` in its block: the c_0 lowest are the first source's, the next
+    c_1 the second's, and so on. The r-th of those of source i, r from 0, is the source's sample m = (n div 1000) x c_i + r: window
     `permuted(m mod W_i, W_i, round_keys(seed, "source i", m div W_i))`. A small source is so read more often than a large one.
 
     Raises:
-        RequestError: a value is not allowed, the corpus is smaller than one batch, a source than one window, or a weight is too small.
+        RequestError: a value is not allowed, the corpus is smaller than one batch, or a source than one window.
     """
 
     number_of_tokens: int
@@ -62,20 +63,17 @@ class BatchOrder:
         if self.seed < 0:
             raise RequestError(f"seed cannot be {self.seed}; it takes 0 or more.")
         if self.windows_per_epoch < self.sequences:
+            parts = f" of {len(self.stretches)} sources" if self.stretches else ""
             raise RequestError(
-                f"the training split has {self.number_of_tokens} tokens, which is less than a batch of {self.sequences} sequences "
-                f"x {self.context} tokens and one more; give more text, fewer sequences or a shorter context."
+                f"the {self.number_of_tokens} training tokens{parts} hold {self.windows_per_epoch} whole windows of {self.context} tokens "
+                f"and one more, which is less than a batch of {self.sequences} sequences; give more text, fewer sequences or a shorter "
+                "context."
             )
-        for stretch, windows, count in zip(self.stretches, self._windows, self._counts, strict=True):
+        for stretch, windows in zip(self.stretches, self._windows, strict=True):
             if not windows:
                 raise RequestError(
                     f"the source {stretch.name} has {stretch.end - stretch.start} training tokens, which is less than a window of "
                     f"{self.context} and one more; give it more text, or leave it out of the mixture."
-                )
-            if not count:
-                raise RequestError(
-                    f"the weight of the source {stretch.name} is {stretch.weight:g} of all, which is none of {BLOCK:,} windows; raise it, "
-                    "or leave the source out."
                 )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,14 +16,14 @@ from depthroute.common.files import explain_os_errors, read_json, waiting_lock, 
 from depthroute.common.processors import usable_processors
 from depthroute.data.config import PrepareConfig
 from depthroute.data.corpus import ContentHash, Corpus, document_digest
-from depthroute.data.fill import Filling, Report, ShowProgress, stamps
+from depthroute.data.fill import SOURCE, Filling, Report, ShowProgress
+from depthroute.data.groups import stamps
+from depthroute.data.journal import WORK
 from depthroute.data.manifest import MANIFEST, Manifest, read_manifest
 from depthroute.data.shards import check_files
+from depthroute.data.split import SPLITS
 from depthroute.data.tokenizer import TextTokenizer, ready_tokenizer
 from depthroute.data.work import open_corpus
-
-SOURCE = "source.json"
-"""Written first: it marks the directory as ours, and holds the stamps of the sources, which show the next call that nothing has changed."""
 
 
 def prepare(
@@ -63,9 +64,9 @@ def prepare(
     with waiting_lock(directory / ".lock", lambda: tell(f"another process is preparing {directory}; waiting for it")):
         if (directory / MANIFEST).exists():
             return _existing(config, corpora, ready, directory, tell)
-        if not (directory / SOURCE).exists() and any(not path.name.startswith(".") for path in directory.iterdir()):
+        begun = (directory / WORK / "plan.json").exists()
+        if not begun and any(not path.name.startswith(".") for path in directory.iterdir()):
             raise RequestError(f"{directory} is not empty and holds no prepared data; give an empty or a new directory.")
-        write_json(directory / SOURCE, stamps(corpora))
         filling = Filling(config, corpora, ready, directory, workers or usable_processors(), tell, progress or (lambda moment: None))
         return filling.run()
 
@@ -74,7 +75,7 @@ def _existing(config: PrepareConfig, corpora: list[Corpus], ready: TextTokenizer
     manifest = read_manifest(directory)
     before, now = (dict(_fields(to_json(settings))) for settings in (manifest.prepare, config))
     # The same documents may have moved, and so may a tokenizer: the hashes below decide about both, not their paths.
-    moved = {name for name in now if name.startswith("sources[") and name.endswith("].path")}
+    moved = {name for name in now.keys() & before.keys() if name.startswith("sources[") and name.endswith("].path")}
     if ready is not None and manifest.prepare.tokenizer is not None:
         moved |= {"tokenizer", "end_of_document", "begin_of_document"}
         before_it = manifest.tokenizer.sha256, manifest.end, manifest.begin
@@ -91,16 +92,20 @@ def _existing(config: PrepareConfig, corpora: list[Corpus], ready: TextTokenizer
                 "one."
             )
     check_files(directory, manifest, hashes=False)
+    shutil.rmtree(directory / WORK, ignore_errors=True)  # of a call that ended between its manifest and its end
     found = to_json(stamps(corpora))
     path = directory / SOURCE
     if not path.exists() or read_json(path) != found:
         tell("the source's files have changed since the data were prepared; comparing their content")
-        content = ContentHash()
+        content, counts = ContentHash(), []
         for corpus in corpora:
+            counts.append(0)
             for part in corpus.parts(Counter()):
                 for document in corpus.documents(part, Counter()):
                     content.add(document_digest(document))
-        if content.hexdigest() != manifest.corpus.content_hash:
+                    counts[-1] += 1
+        listed = [sum(getattr(source.splits, split).documents for split in SPLITS) for source in manifest.sources]
+        if content.hexdigest() != manifest.corpus.content_hash or (listed and listed != counts):
             raise RequestError(
                 f"{directory} was prepared from another corpus ({manifest.corpus.name}, content {manifest.corpus.content_hash[:12]}, now "
                 f"{content.hexdigest()[:12]}); give another directory, or delete this one."

@@ -12,9 +12,9 @@ from typing import Any
 
 from depthroute.common.errors import DepthrouteError, FailureError, RequestError
 from depthroute.data import json_lines, parquet, rows
-from depthroute.data.config import Source
+from depthroute.data.config import HUB, Source
 from depthroute.data.corpus import Document, Part
-from depthroute.data.hub import PREFIX, HubCorpus
+from depthroute.data.hub import HubCorpus
 from depthroute.data.rows import BadRow, BadRows, Row, to_documents
 from depthroute.data.schemas import DEFAULT_TEXT
 
@@ -85,8 +85,8 @@ class FileCorpus:
             raise _unreadable(path, error) from error
 
     def stamp(self) -> list[list[Any]]:
-        """Relative path, size and modification time of every file."""
-        status = [(path, _status(path)) for path in self._found[0]]
+        """Relative path, size and modification time of every file that is there now."""
+        status = [(path, _status(path)) for path in _find(self._source)[0]]
         return [[self._relative(path), found.st_size, found.st_mtime_ns] for path, found in status]
 
     @cached_property
@@ -115,7 +115,7 @@ def open_source(source: Source, bad_rows: BadRows) -> FileCorpus | HubCorpus:
     Raises:
         RequestError: what follows `hf:` is not understood.
     """
-    if source.path.startswith(PREFIX):
+    if source.path.startswith(HUB):
         return HubCorpus(source.path, text_column=source.text_column, id_column=source.id_column, bad_rows=bad_rows)
     return FileCorpus(Path(source.path), text_column=source.text_column, id_column=source.id_column, bad_rows=bad_rows)
 

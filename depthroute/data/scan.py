@@ -1,9 +1,12 @@
-"""Files of a data directory looked at once from front to back: hashed, and their contents checked on the way, in bounded memory."""
+"""What `verify`, `statistics` and `show` find out alike: files read once from front to back in bounded memory, hashed and looked at on the
+way, and whether an index, the sources and the manifest are sound."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import mmap
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from depthroute.common.config import to_json
+from depthroute.common.errors import FailureError
+from depthroute.data.manifest import MANIFEST, Manifest
+from depthroute.data.shards import read_array
+from depthroute.data.split import Split
+
+TOKENIZER = "tokenizer.json"
 CHUNK_BYTES = 2**22
 CHUNK_ITEMS = 2**20
 
@@ -128,3 +138,102 @@ def outside(values: np.ndarray, low: int, high: int) -> tuple[int, int | None]:
             first_wrong = first + int(wrong[0])
         count += len(wrong)
     return count, first_wrong
+
+
+def index_fault(index: np.ndarray, tokens: int) -> str | None:
+    """What is wrong with int64 [documents + 1] as the index of so many tokens."""
+    if len(index) == 0:
+        return "it is empty"
+    if index[0] != 0:
+        return f"it starts at {index[0]}, not at 0"
+    fault = first_not_rising(index)
+    if fault is not None:
+        return f"document {fault - 1} ends at {index[fault]}, not behind its start at {index[fault - 1]}"
+    return None if index[-1] == tokens else f"it ends at {index[-1]}, the file has {tokens} tokens"
+
+
+def whole_items(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    """`read_array` of a file that may be damaged.
+
+    Raises:
+        FailureError: its size is no whole number of items.
+    """
+    size = path.stat().st_size
+    if size % dtype.itemsize:
+        raise FailureError(f"{path} has {size} bytes, no whole number of {dtype.name}; `depthroute data verify` says what is wrong.")
+    return read_array(path, dtype)
+
+
+def ends_of_sources(directory: Path, manifest: Manifest, split: Split, documents: int) -> list[int]:
+    """0 and, for each source, the number of documents up to its end in a split; only 0 where the manifest does not know sources.
+
+    Raises:
+        FailureError: they are not those of a split with so many documents.
+    """
+    ends = [0]
+    for source in manifest.sources:
+        more = getattr(source.splits, split).documents
+        if more < 0:
+            raise FailureError(
+                f"{directory / MANIFEST} gives {source.name} {more} documents in {split}; it takes 0 or more: `depthroute data verify` "
+                "says what is wrong."
+            )
+        ends.append(ends[-1] + more)
+    if manifest.sources and ends[-1] != documents:
+        raise FailureError(
+            f"{directory / MANIFEST} gives the sources {ends[-1]} documents in {split}, and the index has {documents}; `depthroute data "
+            "verify` says what is wrong."
+        )
+    return ends
+
+
+def manifest_faults(manifest: Manifest) -> list[str]:
+    """What a manifest says that cannot be, whatever the files are."""
+    names = Counter(file.name for file in manifest.files)
+    faults = [f"it names {name} {count} times" for name, count in names.items() if count > 1]
+    faults += [f"{name} is {value}, below 0" for name, value in _numbers(to_json(manifest)) if value < 0]
+    recorded, right = manifest.tokenizer.sha256, {file.sha256 for file in manifest.files if file.name == TOKENIZER}
+    if right - {recorded}:
+        faults.append(f"tokenizer.sha256 is {recorded[:12]}..., that of {TOKENIZER} {min(right - {recorded})[:12]}...")
+    train = manifest.splits.train
+    ratio = train.bytes / train.tokens if train.tokens else math.nan
+    if not math.isclose(ratio, manifest.bytes_per_token, rel_tol=1e-9):
+        faults.append(f"bytes_per_token is {manifest.bytes_per_token}, the counts of train give {ratio}")
+    return faults
+
+
+def _numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers in a manifest by their dotted names, but for those of `prepare`, which is checked where it is read."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in entries:
+        if path or name != "prepare":
+            yield from _numbers(inner, f"{path}.{name}" if path else str(name))
+    if isinstance(value, int | float):
+        yield path, value
+
+
+def among(values: np.ndarray, rising: np.ndarray) -> np.ndarray:
+    """bool [n]: whether each of values [n] is one of rising [m]."""
+    found = np.zeros(len(values), dtype=bool)
+    if len(rising):
+        for first, piece in pieces(values):
+            found[first : first + len(piece)] = rising[np.minimum(np.searchsorted(rising, piece), len(rising) - 1)] == piece
+    return found
+
+
+def repeated(hashes: np.ndarray, rising: np.ndarray) -> np.ndarray:
+    """bool [n]: whether each of hashes [n] is that of one before it; `rising` are the same in rising order."""
+    again = np.unique(rising[1:][rising[1:] == rising[:-1]])
+    found = among(hashes, again)
+    places = np.flatnonzero(found)
+    found[places[np.unique(hashes[places], return_index=True)[1]]] = False
+    return found
+
+
+def shared(ids: list[np.ndarray | None]) -> int | None:
+    """How many values are in more than one of the arrays, of which each is rising; None where one is not there."""
+    known = [values for values in ids if values is not None]
+    if len(known) < len(ids):
+        return None
+    twice = [values[among(values, before)] for place, values in enumerate(known) for before in known[:place]]
+    return len(np.unique(np.concatenate(twice)))

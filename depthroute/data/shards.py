@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -50,12 +50,13 @@ class ShardWriter:
     Args:
         vocabulary: ids are below it; it decides the dtype, and the length of `token_counts`.
         found: what an earlier writer had written and is kept: what the files hold behind it is cut off.
+        hashes: the SHA-256 of what is kept of its files, by their names.
 
     Raises:
-        FailureError: the files hold less than `found`, the disk is full, or they cannot be written.
+        FailureError: the files do not hold what is to be kept, the disk is full, or they cannot be written.
     """
 
-    def __init__(self, directory: Path, split: Split, vocabulary: int, found: SplitFacts) -> None:
+    def __init__(self, directory: Path, split: Split, vocabulary: int, found: SplitFacts, hashes: Mapping[str, str]) -> None:
         self.documents, self.tokens, self.bytes = found.documents, found.tokens, found.bytes
         self.token_counts = np.zeros(vocabulary, dtype=np.int64)
         """int64 [vocabulary], how often each id was written."""
@@ -67,41 +68,44 @@ class ShardWriter:
             self._ids = stack.enter_context(_HashedFile(directory / ids_file(split), IDS_DTYPE, found.documents))
             if ends == 0:
                 self._index.write(np.zeros(1, dtype=INDEX_DTYPE))
-            self.close = stack.pop_all().close
-            """Close the files, finished or not."""
+            for file in (self._tokens, self._index, self._ids) if found.documents else ():
+                if file.facts().sha256 != hashes.get(file.facts().name):
+                    raise FailureError(f"{file.path} is not what was written to it; delete {directory} and prepare the data again.")
+            self._files = stack.pop_all()
 
-    def add(self, tokens: Path, lengths: np.ndarray, ids: np.ndarray, text_bytes: int) -> None:
-        """Append documents.
+    def __enter__(self) -> ShardWriter:
+        return self
 
-        Args:
-            tokens: a file of their tokens, begins and ends included, in the dtype of the shard.
-            lengths: int64 [documents], their numbers of tokens.
-            ids: uint64 [documents], the hashes of their ids.
-            text_bytes: of their texts, together.
-        """
-        with explain_os_errors(tokens, "reading"), tokens.open("rb") as file:
+    def __exit__(self, *error: Any) -> None:
+        """Close the files, finished or not."""
+        self._files.__exit__(*error)
+
+    def add_tokens(self, path: Path) -> None:
+        """Append a file of tokens in the dtype of the shard, begins and ends of documents included."""
+        with explain_os_errors(path, "reading"), path.open("rb") as file:
             while data := file.read(CHUNK_BYTES):
                 array = np.frombuffer(data, dtype=self._dtype)
                 self._tokens.write(array)
                 self._count(array)
+
+    def add_documents(self, lengths: np.ndarray, ids: np.ndarray, text_bytes: int) -> None:
+        """Append to what is known of the documents.
+
+        Args:
+            lengths: int64 [documents], their numbers of tokens.
+            ids: uint64 [documents], the hashes of their ids.
+            text_bytes: of their texts, together.
+        """
         self._index.write((self.tokens + np.cumsum(lengths)).astype(INDEX_DTYPE))
         self._ids.write(ids.astype(IDS_DTYPE, copy=False))
         self.documents += len(lengths)
         self.tokens += int(lengths.sum())
         self.bytes += text_bytes
 
-    @property
-    def facts(self) -> SplitFacts:
-        return SplitFacts(documents=self.documents, tokens=self.tokens, bytes=self.bytes)
-
-    def sync(self) -> None:
-        """Hand all that was added to the disk."""
+    def finish(self) -> tuple[FileFacts, ...]:
+        """Hand all that was added to the disk; the names, sizes and hashes of the files."""
         for file in (self._tokens, self._index, self._ids):
             file.sync()
-
-    def finish(self) -> tuple[FileFacts, ...]:
-        """Hand the files to the disk; their names, sizes and hashes."""
-        self.sync()
         return tuple(file.facts() for file in (self._tokens, self._index, self._ids))
 
     def _count(self, tokens: np.ndarray) -> None:
@@ -142,9 +146,9 @@ class _HashedFile:
     """A file that is hashed while it is written; `kept` items of an earlier one are hashed first, and `seen` is given them."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], kept: int, seen: Callable[[np.ndarray], None] | None = None) -> None:
-        self._path, self._hash, self._size = path, hashlib.sha256(), kept * dtype.itemsize
+        self.path, self._hash, self._size = path, hashlib.sha256(), kept * dtype.itemsize
         with explain_os_errors(path, "writing"):
-            if kept and path.stat().st_size < self._size:
+            if kept and (path.stat().st_size if path.exists() else 0) < self._size:
                 raise FailureError(f"{path} is shorter than what was written to it; delete {path.parent} and prepare the data again.")
             self._file = path.open("r+b" if kept else "wb")
         if kept:
@@ -153,7 +157,7 @@ class _HashedFile:
     def _keep(self, dtype: np.dtype[Any], seen: Callable[[np.ndarray], None] | None) -> None:
         """Hash what is kept, and cut off the rest."""
         left = self._size
-        with explain_os_errors(self._path, "reading"):
+        with explain_os_errors(self.path, "reading"):
             while left:
                 data = self._file.read(min(left, CHUNK_BYTES))
                 self._hash.update(data)
@@ -164,22 +168,26 @@ class _HashedFile:
 
     def write(self, array: np.ndarray) -> None:
         data = array.tobytes()
-        with explain_os_errors(self._path, "writing"):
+        with explain_os_errors(self.path, "writing"):
             self._file.write(data)
         self._hash.update(data)
         self._size += len(data)
 
     def sync(self) -> None:
-        with explain_os_errors(self._path, "writing"):
+        with explain_os_errors(self.path, "writing"):
             self._file.flush()
             os.fsync(self._file.fileno())
 
     def facts(self) -> FileFacts:
-        return FileFacts(name=self._path.name, bytes=self._size, sha256=self._hash.hexdigest())
+        return FileFacts(name=self.path.name, bytes=self._size, sha256=self._hash.hexdigest())
 
     def __enter__(self) -> _HashedFile:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        with explain_os_errors(self._path, "writing"):
-            self._file.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            with explain_os_errors(self.path, "writing"):
+                self._file.close()
+        except (FailureError, OSError):
+            if kind is None:  # or else it would hide what went wrong first
+                raise

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from depthroute.common.errors import RequestError
+from depthroute.common.errors import FailureError, RequestError
 from depthroute.data.dataset import TokenDataset
 from depthroute.data.manifest import MANIFEST
-from depthroute.data.scan import pieces
-from depthroute.data.shards import IDS_DTYPE, ids_file, read_array
+from depthroute.data.scan import ends_of_sources, pieces, whole_items
+from depthroute.data.shards import DTYPES, IDS_DTYPE, INDEX_DTYPE, ids_file, index_file, token_file
 from depthroute.data.spelling import Speller, shown
 from depthroute.data.split import DocumentSplit, Split
 
@@ -19,6 +21,7 @@ BORDER = "·"
 """Stands between two tokens."""
 COLOURS = ("\033[30;46m", "\033[30;43m")
 PLAIN = "\033[0m"
+UNFIT = "is not the index of the tokens beside it; `depthroute data verify` says what is wrong."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,19 +84,29 @@ class Shower:
 
         Raises:
             RequestError: there is no such document, or `count` is below 1.
+            FailureError: the index or the manifest does not fit the tokens.
         """
         if count < 1:
             raise RequestError(f"count cannot be {count}; it takes 1 or more.")
-        boundaries = self._data.boundaries(split)
+        directory = self._data.directory
+        boundaries = whole_items(directory / index_file(split), INDEX_DTYPE)
+        tokens = whole_items(directory / token_file(split), DTYPES[self._data.manifest.dtype])
         documents = len(boundaries) - 1
+        if documents < 0 or boundaries[0] != 0 or boundaries[-1] != len(tokens):
+            raise FailureError(f"{directory / index_file(split)} {UNFIT}")
+        ends = ends_of_sources(directory, self._data.manifest, split, documents)
         if not -documents <= number < documents:
             allowed = f"it takes 0 to {documents - 1}, or -1 to {-documents} from the end" if documents else "it is empty"
             raise RequestError(f"the {split} split has no document {number}; {allowed}.")
         first = number % documents
-        tokens = self._data.tokens(split)
+        last = min(documents, first + count)
+        # The whole index is not read for a document.
+        edges = boundaries[first : last + 1].tolist()
+        if not all(0 <= start < end <= len(tokens) for start, end in pairwise(edges)):
+            raise FailureError(f"{directory / index_file(split)} {UNFIT}")
         return [
-            self._document(split, at, tokens[boundaries[at] : boundaries[at + 1]].tolist())
-            for at in range(first, min(documents, first + count))
+            self._document(split, at, tokens[start:end].tolist(), self._source(ends, at))
+            for at, (start, end) in enumerate(pairwise(edges), first)
         ]
 
     def with_id(self, document_id: str) -> list[ShownDocument]:
@@ -101,40 +114,39 @@ class Shower:
 
         Raises:
             RequestError: there is none, or the directory is from before ids were recorded.
+            FailureError: a file does not fit the others.
         """
         prepare = self._data.manifest.prepare
         decides = DocumentSplit(
             validation_share=prepare.validation_share, test_share=prepare.test_share, sample_one_in=prepare.sample_one_in, salt=prepare.salt
         )
-        split, wanted = decides.split_of(document_id), np.uint64(decides.split_hash(document_id))
+        try:
+            value = decides.split_hash(document_id)
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the id {document_id!r} is no UTF-8, and those of documents are; give another id.") from error
+        split, wanted = decides.split_at(value), np.uint64(value)
         path = self._data.directory / ids_file(split)
         if path.name not in {file.name for file in self._data.manifest.files}:
             raise RequestError(
                 f"{self._data.directory / MANIFEST} names no {path.name}: the data were prepared before ids were recorded; give the number "
                 "of the document, or prepare the data again in a new directory."
             )
-        found = [first + int(at) for first, piece in pieces(read_array(path, IDS_DTYPE)) for at in np.flatnonzero(piece == wanted)]
+        found = [first + int(at) for first, piece in pieces(whole_items(path, IDS_DTYPE)) for at in np.flatnonzero(piece == wanted)]
         if not found:
             raise RequestError(f"no document has the id {document_id!r}; one that had it would be in {split}.")
         return [document for number in found for document in self.documents(split, number)]
 
-    def _document(self, split: Split, number: int, ids: list[int]) -> ShownDocument:
-        parts = self._speller.pieces(ids)
-        edges = {self._data.end, self._data.begin}
+    def _document(self, split: Split, number: int, ids: list[int], source: str | None) -> ShownDocument:
+        parts, speller = self._speller.pieces(ids), self._speller
         tokens = (
-            Token(id=token, spelling=self._speller.spelling(token) if token in edges else shown(part), bytes=len(part))
+            Token(id=token, spelling=speller.spelling(token) if speller.special(token) else shown(part), bytes=len(part))
             for token, part in zip(ids, parts, strict=True)
         )
-        source = self._source(split, number)
         return ShownDocument(split=split, number=number, source=source, text=self._tokenizer.decode(ids), tokens=tuple(tokens))
 
-    def _source(self, split: Split, number: int) -> str | None:
-        end = 0
-        for source in self._data.manifest.sources:
-            end += getattr(source.splits, split).documents
-            if number < end:
-                return source.name
-        return None
+    def _source(self, ends: list[int], number: int) -> str | None:
+        sources = self._data.manifest.sources
+        return sources[bisect_right(ends, number) - 1].name if sources else None
 
 
 def _painted(spelling: str, colour: str) -> str:

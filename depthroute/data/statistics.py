@@ -15,9 +15,10 @@ import numpy as np
 
 from depthroute.common.errors import FailureError
 from depthroute.data.dataset import TokenDataset
+from depthroute.data.manifest import MANIFEST
 from depthroute.data.progress import Progress
-from depthroute.data.scan import Sequential, first_not_rising, pieces
-from depthroute.data.shards import DTYPES, IDS_DTYPE, ids_file, read_array, token_file
+from depthroute.data.scan import Sequential, among, ends_of_sources, index_fault, pieces, repeated, shared, whole_items
+from depthroute.data.shards import DTYPES, IDS_DTYPE, INDEX_DTYPE, ids_file, index_file, token_file
 from depthroute.data.spelling import Speller
 from depthroute.data.split import SPLITS, Split
 
@@ -128,7 +129,7 @@ def statistics_of(directory: Path, *, progress: Callable[[Progress], None] | Non
 
     Raises:
         RequestError: it is no data directory.
-        FailureError: a file is absent, cut short or altered.
+        FailureError: a file is absent, cut short or altered, or the manifest has another entropy of the training tokens.
     """
     data = TokenDataset.open(directory)
     return _Reader(data, progress).statistics()
@@ -137,7 +138,13 @@ def statistics_of(directory: Path, *, progress: Callable[[Progress], None] | Non
 class _Reader:
     def __init__(self, data: TokenDataset, progress: Callable[[Progress], None] | None) -> None:
         self._data, self._progress = data, progress
-        self._speller = Speller(data.tokenizer())
+        tokenizer = data.tokenizer()
+        if tokenizer.vocabulary != data.vocabulary:
+            raise FailureError(
+                f"{data.directory / MANIFEST} has a vocabulary of {data.vocabulary}, the tokenizer {tokenizer.vocabulary} entries; "
+                "`depthroute data verify` says what is wrong."
+            )
+        self._speller = Speller(tokenizer)
         self._total = sum((data.directory / token_file(split)).stat().st_size for split in SPLITS)
         self._ends = {split: self._sound_ends(split) for split in SPLITS}
         self._done, self._start = 0, time.monotonic()
@@ -149,36 +156,37 @@ class _Reader:
             stretches = [self._count(split, first, last) for first, last in pairwise(self._ends[split])]
             hashes = np.concatenate([stretch.hashes for stretch in stretches])
             rising = np.sort(hashes)
-            repeated = _repeated(hashes, rising)
+            again = repeated(hashes, rising)
             of_ids = self._ids(split)
+            all_of_it = self._stretch(split, None, sum(stretch.counts for stretch in stretches), again)
+            if split == "train":
+                self._check_entropy(all_of_it.entropy_nats)
             splits.append(
                 SplitStatistics(
                     split=split,
-                    all=self._stretch(split, None, sum(stretch.counts for stretch in stretches), repeated),
-                    sources=self._sources(split, stretches, repeated),
-                    in_train=None if train is None else int(np.count_nonzero(_among(hashes, train))),
+                    all=all_of_it,
+                    sources=self._sources(split, stretches, again),
+                    in_train=None if train is None else int(np.count_nonzero(among(hashes, train))),
                     duplicate_ids=None if of_ids is None else int(np.count_nonzero(of_ids[1:] == of_ids[:-1])),
                 )
             )
             train = rising if train is None else train
             ids.append(of_ids)
-        return Statistics(vocabulary=self._data.vocabulary, splits=tuple(splits), ids_in_several_splits=_shared(ids))
+        return Statistics(vocabulary=self._data.vocabulary, splits=tuple(splits), ids_in_several_splits=shared(ids))
 
     def _sound_ends(self, split: Split) -> list[int]:
         """0 and the numbers of documents up to the end of each source, as far as the manifest knows them."""
-        boundaries, directory = self._data.boundaries(split), self._data.directory
-        tokens = len(self._data.tokens(split))
-        if len(boundaries) == 0 or boundaries[0] != 0 or boundaries[-1] != tokens or first_not_rising(boundaries) is not None:
-            raise FailureError(f"{directory}: the index of {split} is not that of its tokens; `depthroute data verify` says what is wrong.")
-        ends = [0]
-        for source in self._data.manifest.sources:
-            ends.append(ends[-1] + getattr(source.splits, split).documents)
-        if self._data.manifest.sources and ends[-1] != len(boundaries) - 1:
+        directory, manifest = self._data.directory, self._data.manifest
+        boundaries = whole_items(directory / index_file(split), INDEX_DTYPE)
+        tokens = len(whole_items(directory / token_file(split), DTYPES[manifest.dtype]))
+        if (fault := index_fault(boundaries, tokens)) is not None:
             raise FailureError(
-                f"{directory}: the sources have {ends[-1]} documents in {split}, and its index {len(boundaries) - 1}; `depthroute data "
-                "verify` says what is wrong."
+                f"{directory / index_file(split)} is not the index of the tokens of {split}: {fault}; `depthroute data verify` says "
+                "what else is wrong."
             )
-        return ends if self._data.manifest.sources else [0, len(boundaries) - 1]
+        documents = len(boundaries) - 1
+        ends = ends_of_sources(directory, manifest, split, documents)
+        return ends if manifest.sources else [0, documents]
 
     def _count(self, split: Split, first: int, last: int) -> _Counted:
         """Of the documents first <= number < last of a split."""
@@ -210,18 +218,18 @@ class _Reader:
             seconds = time.monotonic() - self._start
             self._progress(Progress(doing="counting", done=self._done, total=self._total, found=0, seconds=seconds))
 
-    def _sources(self, split: Split, stretches: list[_Counted], repeated: np.ndarray) -> tuple[SourceStatistics, ...]:
+    def _sources(self, split: Split, stretches: list[_Counted], again: np.ndarray) -> tuple[SourceStatistics, ...]:
         if len(stretches) == 1:
             return ()
         ends = self._ends[split]
         return tuple(
             SourceStatistics(
-                name=source.name, all=self._stretch(split, number, stretches[number].counts, repeated[ends[number] : ends[number + 1]])
+                name=source.name, all=self._stretch(split, number, stretches[number].counts, again[ends[number] : ends[number + 1]])
             )
             for number, source in enumerate(self._data.manifest.sources)
         )
 
-    def _stretch(self, split: Split, source: int | None, counts: Any, repeated: np.ndarray) -> StretchStatistics:
+    def _stretch(self, split: Split, source: int | None, counts: Any, again: np.ndarray) -> StretchStatistics:
         """Of a whole split, or of one source in it."""
         ends = self._ends[split]
         first, last = (0, ends[-1]) if source is None else (ends[source], ends[source + 1])
@@ -241,14 +249,23 @@ class _Reader:
             entropy_bits=None if entropy is None else entropy / math.log(2),
             vocabulary_used=int(np.count_nonzero(counts)),
             frequent=tuple(Frequent(id=at, spelling=self._speller.spelling(at), count=int(counts[at])) for at in frequent),
-            duplicates=int(np.count_nonzero(repeated)),
+            duplicates=int(np.count_nonzero(again)),
         )
+
+    def _check_entropy(self, found: float | None) -> None:
+        """Only here: to count ids takes longer than to hash them, so `verify` does not."""
+        recorded = self._data.manifest.unigram_entropy_nats
+        if found is not None and not math.isclose(found, recorded, rel_tol=1e-9, abs_tol=1e-9):
+            raise FailureError(
+                f"{self._data.directory / MANIFEST} has the unigram_entropy_nats {recorded}, and the training tokens {found}; it was "
+                "altered: prepare the data again in a new directory."
+            )
 
     def _ids(self, split: Split) -> np.ndarray | None:
         """The hashes of ids in rising order."""
         if ids_file(split) not in {file.name for file in self._data.manifest.files}:
             return None
-        return np.sort(read_array(self._data.directory / ids_file(split), IDS_DTYPE))
+        return np.sort(whole_items(self._data.directory / ids_file(split), IDS_DTYPE))
 
 
 def _chunks(boundaries: np.ndarray, first: int, last: int) -> Iterator[tuple[int, int]]:
@@ -277,30 +294,3 @@ def entropy_nats(counts: np.ndarray) -> float:
     """Of the empirical distribution of counts [V], in nats."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
-
-
-def _among(values: np.ndarray, rising: np.ndarray) -> np.ndarray:
-    """bool [n]: whether each of values [n] is one of rising [m]."""
-    found = np.zeros(len(values), dtype=bool)
-    if len(rising):
-        for first, piece in pieces(values):
-            found[first : first + len(piece)] = rising[np.minimum(np.searchsorted(rising, piece), len(rising) - 1)] == piece
-    return found
-
-
-def _repeated(hashes: np.ndarray, rising: np.ndarray) -> np.ndarray:
-    """bool [n]: whether each of hashes [n] is that of one before it; `rising` are the same in rising order."""
-    again = np.unique(rising[1:][rising[1:] == rising[:-1]])
-    found = _among(hashes, again)
-    places = np.flatnonzero(found)
-    found[places[np.unique(hashes[places], return_index=True)[1]]] = False
-    return found
-
-
-def _shared(ids: list[np.ndarray | None]) -> int | None:
-    """How many values are in more than one of the arrays, of which each is rising; None where one is not there."""
-    known = [values for values in ids if values is not None]
-    if len(known) < len(ids):
-        return None
-    twice = [values[_among(values, before)] for place, values in enumerate(known) for before in known[:place]]
-    return len(np.unique(np.concatenate(twice)))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from depthroute.common.errors import FailureError
+from depthroute.common.errors import FailureError, RequestError
 from depthroute.common.files import write_bytes
 from depthroute.data.long_documents import PIECE, pieces
 
@@ -58,7 +58,7 @@ class TextTokenizer:
         Long texts are encoded in pieces (see `long_documents`), so that memory stays near what the texts and their ids take.
 
         Raises:
-            RequestError: a text is too long to be encoded whole and cannot be cut for this tokenizer.
+            RequestError: a text is too long to be encoded whole and cannot be cut for this tokenizer, or it cannot encode it.
             FailureError: the tokenizer gives an id that is not below `vocabulary`.
         """
         found: list[np.ndarray] = []
@@ -90,7 +90,11 @@ class TextTokenizer:
     def _ids(self, texts: list[str]) -> list[array[int]]:
         typecode, vocabulary = self._typecode, self.vocabulary
         found = []
-        for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+        try:
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception: a word that a tokenizer without an unknown token does not have, say
+            raise RequestError(f"the tokenizer cannot encode it ({error}); take a tokenizer that encodes any text.") from error
+        for encoding in encodings:
             ids = encoding.ids
             highest = max(ids, default=0)
             if highest >= vocabulary:

@@ -16,13 +16,11 @@ from depthroute.common.processors import usable_processors
 from depthroute.data.dataset import TokenDataset
 from depthroute.data.manifest import FileFacts, Manifest, read_manifest
 from depthroute.data.progress import Progress
-from depthroute.data.scan import TokenScan, first_not_rising, outside, read_hashed
+from depthroute.data.scan import TOKENIZER, TokenScan, index_fault, manifest_faults, outside, read_hashed
 from depthroute.data.shards import DTYPES, IDS_DTYPE, INDEX_DTYPE, dtype_for, ids_file, index_file, read_array, token_file
 from depthroute.data.split import HASH_RANGE, SPLITS, Split, threshold
 from depthroute.data.tokenizer import TextTokenizer
 
-TOKENIZER = "tokenizer.json"
-BATCH_DOCUMENTS = 32
 NOT_RECORDED = "not recorded"
 UNREADABLE = "not looked at: a file that it needs is wrong"
 
@@ -58,7 +56,7 @@ def verify(directory: Path, *, sample: int = 200, progress: Callable[[Progress],
 
     The memory of its own does not grow with the files; indices and ids are read through the memory map. A sample of the documents, spread
     evenly over each split, is decoded and encoded again: the tokenizers that are trained here give the same ids, and of a ready one it is
-    counted how many documents differ.
+    counted how many documents differ. The entropy in the manifest is not looked at: `statistics_of` counts the ids.
 
     Args:
         sample: how many documents; 0 leaves this check out.
@@ -86,9 +84,10 @@ class _Verifier:
         self._scans = {token_file(split): self._scan(split) for split in SPLITS}
 
     def checks(self, sample: int) -> Iterator[Check]:
-        yield self._named()
+        yield self._recorded()
+        once = {file.name: file for file in self._manifest.files}
         with ThreadPoolExecutor(usable_processors()) as pool:
-            yield from list(pool.map(self._file, self._manifest.files))
+            yield from list(pool.map(self._file, once.values()))
         yield self._dtype()
         tokenizer = self._tokenizer()
         yield tokenizer if isinstance(tokenizer, Check) else self._entries(tokenizer)
@@ -101,13 +100,14 @@ class _Verifier:
         if sample:
             yield self._round_trip(sample, None if isinstance(tokenizer, Check) else tokenizer)
 
-    def _named(self) -> Check:
+    def _recorded(self) -> Check:
         needed = {TOKENIZER, *(name(split) for split in SPLITS for name in (token_file, index_file))}
         ids = {ids_file(split) for split in SPLITS}
         missing = sorted((needed if not ids & self._names else needed | ids) - self._names)
-        if missing:
-            return Check(name="manifest", found=f"it does not name {', '.join(missing)}", ok=False)
-        return Check(name="manifest", found=f"{len(self._names)} files named", ok=True)
+        faults = [f"it does not name {', '.join(missing)}"] if missing else []
+        faults += manifest_faults(self._manifest)
+        found = "; ".join(faults) or f"{len(self._names)} files named, its numbers fit each other"
+        return Check(name="manifest", found=found, ok=not faults)
 
     def _file(self, expected: FileFacts) -> Check:
         if expected.name not in self._sizes:
@@ -178,12 +178,7 @@ class _Verifier:
             index = read_array(self._directory / index_file(split), INDEX_DTYPE)
         except OSError:
             return None
-        if len(index) == 0 or index[0] != 0:
-            return f"it starts at {index[0]}, not at 0" if len(index) else "it is empty"
-        fault = first_not_rising(index)
-        if fault is not None:
-            return f"document {fault - 1} ends at {index[fault]}, not behind its start at {index[fault - 1]}"
-        return index if index[-1] == tokens else f"it ends at {index[-1]}, the file has {tokens} tokens"
+        return index_fault(index, tokens) or index
 
     def _index(self, split: Split) -> Check:
         index, name = self._boundaries[split], f"{split}: index"
@@ -235,9 +230,11 @@ class _Verifier:
         return Check(name=name, found=f"{documents:,} hashes, all of this split", ok=True)
 
     def _sources(self) -> Check:
-        sources = self._manifest.sources
-        if not sources:
+        sources, prepare = self._manifest.sources, self._manifest.prepare
+        if not sources and len(prepare.sources) == 1 and prepare.weights is None:
             return Check(name="sources", found=NOT_RECORDED, ok=None)
+        if len(sources) != len(prepare.sources):
+            return Check(name="sources", found=f"{len(sources)} recorded, {len(prepare.sources)} prepared", ok=False)
         for split in SPLITS:
             whole, parts = self._manifest.split(split), [getattr(source.splits, split) for source in sources]
             for what in ("documents", "tokens", "bytes"):
@@ -250,7 +247,7 @@ class _Verifier:
             documents = tokens = 0
             for source, part in zip(sources, parts, strict=True):
                 documents, tokens = documents + part.documents, tokens + part.tokens
-                if documents >= len(index) or index[documents] != tokens:
+                if not 0 <= documents < len(index) or index[documents] != tokens:
                     text = f"the documents of {source.name} in {split} do not end at token {tokens:,}, as recorded"
                     return Check(name="sources", found=text, ok=False)
         return Check(name="sources", found=f"{len(sources)}, their stretches add up to the splits", ok=True)
@@ -261,26 +258,34 @@ class _Verifier:
         if tokenizer is None or len(indices) < len(SPLITS):
             return Check(name=name, found=UNREADABLE, ok=None)
         chosen = _spread(sample, {split: len(index) - 1 for split, index in indices.items()})
-        differ, first = 0, ""
-        for at in range(0, len(chosen), BATCH_DOCUMENTS):
-            documents = [self._text_ids(split, number, indices[split]) for split, number in chosen[at : at + BATCH_DOCUMENTS]]
-            again = tokenizer.encode_batch([tokenizer.decode(ids) for ids in documents])
-            for place, before, after in zip(chosen[at : at + BATCH_DOCUMENTS], documents, again, strict=True):
-                if before != after:
-                    differ, first = differ + 1, first or f", the first is {place[0]} document {place[1]}"
-        if differ == 0:
-            return Check(name=name, found=f"{len(chosen)} documents, all the same", ok=True)
-        found = f"{differ} of {len(chosen)} documents have other ids then{first}"
+        differ: list[str] = []
+        too_long: list[str] = []
+        # One by one: a document may be as large as the memory allows.
+        for split, number in chosen:
+            ids = self._text_ids(split, number, indices[split])
+            try:
+                (again,) = tokenizer.encode_documents([tokenizer.decode(ids.tolist())])
+            except RequestError:
+                too_long.append(f"{split} document {number}")
+                continue
+            except FailureError as error:
+                return Check(name=name, found=str(error), ok=False)
+            if not np.array_equal(ids, again):
+                differ.append(f"{split} document {number}")
+        compared = len(chosen) - len(too_long)
+        left_out = f"; {len(too_long)} cannot be cut and are too long to be encoded whole, the first is {too_long[0]}" if too_long else ""
+        if not differ:
+            return Check(name=name, found=f"{compared} documents, all the same{left_out}", ok=True if compared or not chosen else None)
+        found = f"{len(differ)} of {compared} documents have other ids then, the first is {differ[0]}{left_out}"
         if self._manifest.prepare.tokenizer is not None:
             return Check(name=name, found=f"{found}; a ready tokenizer may change a text", ok=True)
         return Check(name=name, found=found, ok=False)
 
-    def _text_ids(self, split: Split, number: int, index: np.ndarray) -> list[int]:
+    def _text_ids(self, split: Split, number: int, index: np.ndarray) -> np.ndarray:
         """The ids of a document without begin and end."""
         tokens = read_array(self._directory / token_file(split), DTYPES[self._manifest.dtype])
-        ids: list[int] = tokens[index[number] : index[number + 1]].tolist()
         front = 0 if self._manifest.begin is None else 1
-        return ids[front:-1]
+        return tokens[index[number] + front : index[number + 1] - 1]
 
 
 def _edges(name: str, documents: int, missing: int, first: list[int], what: str) -> Check:

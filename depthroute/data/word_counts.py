@@ -127,7 +127,6 @@ class WordCounter:
                     self._words[word] = self._words.get(word, 0) + count
 
     def _spill(self) -> None:
-        # The same name in every attempt: one that was killed leaves no more files than the next one overwrites.
         part = self._path.with_name(f".{self._path.name}.{len(self._parts)}")
         self._write_words(part)
         self._parts.append(part)

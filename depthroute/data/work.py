@@ -108,8 +108,7 @@ def _words(job: Job, config: PrepareConfig, corpus: Corpus, parts: Iterable[Part
 
 
 def _train(job: Job) -> Result:
-    folder = Path(job["folder"])
-    counts = most_frequent([folder / name for name in job["words"]], WORDS, folder)
+    counts = most_frequent(list(map(Path, job["words"])), WORDS, Path(job["scratch"]))
     train_from_counts(counts, job["vocabulary"]).save(Path(job["out"]))
     return {}
 
@@ -120,10 +119,10 @@ def _tokens(job: Job, config: PrepareConfig, corpus: Corpus, parts: Iterable[Par
     dtype = DTYPES[dtype_for(tokenizer.vocabulary)]
     front = np.array([] if tokenizer.begin is None else [tokenizer.begin], dtype=dtype)
     back = np.array([tokenizer.end], dtype=dtype)
-    rows: list[np.ndarray] = []
     with ExitStack() as stack:
         stack.enter_context(explain_os_errors(Path(job["out"]), "writing"))
         files = [stack.enter_context(open(f"{job['out']}.{name}.bin", "wb")) for name in SPLITS]
+        listed = stack.enter_context(open(f"{job['out']}.documents.bin", "wb"))
         for batch in _batches(_documents(corpus, parts, skipped)):
             pieces: tuple[list[np.ndarray], ...] = tuple([] for _ in SPLITS)
             found = np.zeros(len(batch), dtype=DOCUMENT_ROW)
@@ -136,9 +135,7 @@ def _tokens(job: Job, config: PrepareConfig, corpus: Corpus, parts: Iterable[Par
             for file, arrays in zip(files, pieces, strict=True):
                 if arrays:
                     file.write(np.concatenate(arrays).data)
-            rows.append(found)
-        everything = np.concatenate(rows) if rows else np.zeros(0, dtype=DOCUMENT_ROW)
-        Path(f"{job['out']}.documents.bin").write_bytes(everything.tobytes())
+            listed.write(found.tobytes())
     return {"skipped": dict(skipped)}
 
 

@@ -1,8 +1,8 @@
 """Jobs on processes of their own, with their results in the order of the jobs.
 
-A worker is `python -m depthroute.data.worker`: a line of JSON on its standard input is a job, and a line of JSON on its standard output the
-result. It is a program of its own because a pool of `multiprocessing` would either fork a process that has threads (PyTorch's, the
-tokenizer's) or import the caller's main script again. A worker whose parent is gone ends when it has finished its job.
+A worker is the program of `depthroute.data.worker`: a line of JSON on its standard input is a job, a line of JSON into its pipe the result.
+It is a program of its own because a pool of `multiprocessing` would either fork a process that has threads (PyTorch's, the tokenizer's) or
+import the caller's main script again. A worker whose parent is gone ends when it has finished its job.
 """
 
 from __future__ import annotations
@@ -19,10 +19,22 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import depthroute
 from depthroute.common.errors import DepthrouteError, FailureError, RequestError
 
 Job = Mapping[str, Any]
 Result = dict[str, Any]
+PROGRAM = """
+import sys
+from importlib import util
+folder, pipe = sys.argv[1:]
+spec = util.spec_from_file_location("depthroute", f"{folder}/__init__.py", submodule_search_locations=[folder])
+sys.modules["depthroute"] = util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["depthroute"])
+from depthroute.data.worker import main
+main(int(pipe))
+"""
+"""The package of this process, wherever it lies, and no other of its name; the rest of the path is the worker's own."""
 AHEAD = 2
 """Jobs for each worker that may be done or being done while the first of them is waited for: what is finished out of order lies on disk."""
 
@@ -42,13 +54,16 @@ def run_jobs(jobs: Iterable[Job], work: Callable[[Job], Result], *, processes: i
         yield from map(work, jobs)
         return
     with ExitStack() as stack:
-        started = [_Worker(threads) for _ in range(processes)]
-        for worker in started:
+        started = []
+        for _ in range(processes):
+            worker = _Worker(threads)
+            started.append(worker)
             stack.callback(worker.close)
+            stack.callback(worker.kill)
         pool = stack.enter_context(ThreadPoolExecutor(processes))
         workers: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in started:
-            stack.callback(worker.kill)  # before the threads of the pool, which wait for them, are waited for
+            stack.callback(worker.kill)  # also before the threads of the pool, which wait for them, are waited for
             workers.put(worker)
         pending: deque[Future[Result]] = deque()
         for job in jobs:
@@ -81,33 +96,45 @@ def _with_one(workers: queue.SimpleQueue[_Worker], job: Job) -> Result:
 
 class _Worker:
     def __init__(self, threads: bool) -> None:
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        """Raises FailureError where it cannot be started."""
         # A data set of the hub was fetched when its parts were counted; workers do not look there again.
         offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-        environment = {**os.environ, **offline, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "true" if threads else "false"}
-        self._process = subprocess.Popen(
-            # -P: what lies in the current folder must not stand in for anybody's module.
-            [sys.executable, "-P", "-m", "depthroute.data.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            env=environment,
-        )
+        environment = {**os.environ, **offline, "TOKENIZERS_PARALLELISM": "true" if threads else "false"}
+        # Its answers have a pipe of their own: anything that is imported may print.
+        read, write = os.pipe()
+        self._answers = os.fdopen(read, encoding="utf-8")
+        try:
+            self._process = subprocess.Popen(
+                # -P: what lies in the current folder must not stand in for anybody's module.
+                [sys.executable, "-P", "-c", PROGRAM, str(Path(depthroute.__file__).parent), str(write)],
+                stdin=subprocess.PIPE,
+                stdout=2,
+                text=True,
+                encoding="utf-8",
+                env=environment,
+                pass_fds=(write,),
+            )
+        except OSError as error:
+            self._answers.close()
+            raise FailureError(f"no process could be started with {sys.executable} ({error.strerror or error}).") from error
+        finally:
+            os.close(write)
 
     def do(self, job: Job) -> Result:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
         try:
             self._process.stdin.write(answer(dict(job)))
             self._process.stdin.flush()
-            line = self._process.stdout.readline()
+            line = self._answers.readline()
         except OSError:
             line = ""
         if not line.endswith("\n"):
             status = self._process.wait()
-            how = f"was killed by signal {-status}, perhaps for want of memory" if status < 0 else f"ended with status {status}"
-            raise FailureError(f"a process that prepared data {how}; run the same command again, with fewer --workers if it happens again.")
+            if status < 0:
+                how = f"was killed by signal {-status}, perhaps for want of memory: with fewer --workers it needs less"
+            else:
+                how = f"ended with status {status}; what it printed says why"
+            raise FailureError(f"a process that prepared data {how}. The same command goes on from here.")
         result: Result = json.loads(line)
         if "refused" in result:
             raise (RequestError if result["refused"] == "request" else FailureError)(result["message"])
@@ -118,9 +145,9 @@ class _Worker:
         self._process.wait()
 
     def close(self) -> None:
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            try:
-                stream.close()
-            except OSError:  # what was not read any more
-                continue
+        self._answers.close()
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+        except OSError:  # what was not read any more
+            return

@@ -36,8 +36,8 @@ def perplexity_items(subject: Subject, split: Split, *, limit_tokens: int | None
     held_out, tokenizer = dataset.held_out(split, limit_tokens), dataset.tokenizer()
     tokens, edges = held_out.tokens, held_out.boundaries
     found = evaluate(
-        subject.model, tokens, context=context, limit_tokens=None, microbatch=max(1, batch_tokens // context),
-        device=subject.device, precision=subject.precision, boundaries=edges,
+        subject.model, tokens, context=context, microbatch=max(1, batch_tokens // context), device=subject.device,
+        precision=subject.precision, boundaries=edges,
     )  # fmt: skip
     assert found is not None and found.documents is not None
     losses = found.documents

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from depthroute.common.config import to_json
-from depthroute.common.errors import DepthrouteError, FailureError
-from depthroute.common.files import read_json_lines, write_json
+from depthroute.common.errors import DepthrouteError, FailureError, RequestError
+from depthroute.common.files import read_json, read_json_lines, write_json
+from depthroute.data.order import ORDER
 from depthroute.study.compute import arm_compute
 from depthroute.study.ledger import ledger
 from depthroute.study.plan import Cell, cell_config, cells, check_matched, common_milestones, differences, milestones, read_plan, run_folder
@@ -70,6 +71,27 @@ def is_complete(directory: Path, plan: Mapping[str, Any], cell: Cell) -> bool:
     if not (folder / "result.json").exists():
         return False
     return (folder / "routing.json").exists() or not _has_source_weights(cell_config(plan, *cell))
+
+
+def check_order(directory: Path, plan: Mapping[str, Any]) -> None:
+    """Refuse to train cells in this version's order of batches beside whole ones that read theirs in another: pairs would not be matched.
+
+    Raises:
+        RequestError: the cells that were trained in another order, or in one that was not recorded, and those that are to be trained.
+    """
+    lacking, others = [], []
+    for arm, seed in cells(plan):
+        path = run_folder(directory, arm, seed) / "result.json"
+        if not path.exists():
+            lacking.append(f"{arm} seed {seed}")
+        elif (order := read_json(path).get("order")) != ORDER:
+            others.append(f"{arm} seed {seed} ({order or 'none is recorded'})")
+    if lacking and others:
+        raise RequestError(
+            f"{directory} has cells that read their batches in another order than this version's, {ORDER}: {', '.join(others)}. Not "
+            f"trained yet: {', '.join(lacking)}. A study keeps one order, or its differences would not be on the same tokens in the same "
+            "order; train it in a new folder."
+        )
 
 
 def check_complete(statistics: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from depthroute.common.files import explain_os_errors
 from depthroute.common.processors import usable_processors
 from depthroute.study import processes
 from depthroute.study.budget import Budget, available_memory, check_each_fits, need_of
-from depthroute.study.collect import is_complete, write_statistics
+from depthroute.study.collect import check_order, is_complete, write_statistics
 from depthroute.study.design import Study
 from depthroute.study.executors import Ended, Executor, Job, LocalExecutor
 from depthroute.study.plan import Cell, cells, read_plan, run_folder, write_plan
@@ -61,8 +61,8 @@ def run_study(
         console: write progress to standard output.
 
     Raises:
-        RequestError: the study is refused (see `write_plan`), another process runs it, `workers` is not allowed, or a cell needs more
-            memory than there is.
+        RequestError: the study is refused (see `write_plan`), another process runs it, `workers` is not allowed, a cell needs more memory
+            than there is, or cells are whole whose batches came in another order than those of the next ones would.
         FailureError: the plan that is there was changed after it was written.
         KeyboardInterrupt: Ctrl-C; the cells in progress have then written a checkpoint. A second one ends them at once.
     """
@@ -79,6 +79,7 @@ def run_study(
         made = executor(directory, lock)
 
         def at_once(planned: Mapping[str, Any]) -> int:
+            check_order(directory, planned)
             return _workers(planned, workers, budget, made)
 
         here = made.shares_machine
@@ -118,6 +119,7 @@ def plan_study(
         split = budget if workers is None and executor is LocalExecutor else None
 
         def at_once(planned: Mapping[str, Any]) -> int:
+            check_order(directory, planned)
             return _workers(planned, workers, budget, made)
 
         return _planned(study, directory, split, made.shares_machine, at_once, extend=extend, console=console)

@@ -74,7 +74,6 @@ def evaluate(
     tokens: np.ndarray,
     *,
     context: int,
-    limit_tokens: int | None,
     microbatch: int,
     device: Device,
     precision: Precision,
@@ -89,11 +88,12 @@ def evaluate(
     `stop` asked for an end before the last window.
 
     Args:
-        boundaries: int64 [documents + 1], `TokenDataset.boundaries` of the split; with them the loss is also summed by document.
+        tokens: [targets + 1], those of a `HeldOut`: the first is an input alone.
+        boundaries: int64 [documents + 1], those of the same `HeldOut`; with them the loss is also summed by document.
         markers: slices of the targets to be reported by themselves, with accuracy (`Manifest.markers`).
 
     Raises:
-        RequestError: the tokens do not fill one window.
+        RequestError: there is no target.
         FailureError: the loss is not finite.
     """
     started = time.perf_counter()
@@ -104,7 +104,7 @@ def evaluate(
     model.train(False)
     try:
         with torch.no_grad():
-            for windows in evaluation_windows(tokens, context, limit_tokens, sequences=microbatch):
+            for windows in evaluation_windows(tokens, context, sequences=microbatch):
                 if stop():
                     return None
                 batch = torch.from_numpy(windows).to(device)
@@ -152,7 +152,7 @@ class _Documents:
         self._boundaries = np.asarray(boundaries)
         self._sums = np.zeros(len(boundaries) - 1)
         self._counts = np.zeros(len(boundaries) - 1, dtype=np.int64)
-        self._next = 1  # the position in the split of the next target; the first token is never one
+        self._next = 1  # the position among the tokens of the next target; the first token is never one
 
     def add(self, losses: np.ndarray) -> None:
         """The losses [targets] of the next targets."""

@@ -21,7 +21,7 @@ import torch
 from depthroute.common.config import to_json
 from depthroute.common.errors import FailureError, RequestError
 from depthroute.common.files import read_json
-from depthroute.data import TokenDataset, evaluation_windows
+from depthroute.data import HeldOut, TokenDataset, evaluation_windows
 from depthroute.data.loader import Batch, Loader
 from depthroute.data.order import ORDER
 from depthroute.model import Decoder
@@ -80,9 +80,13 @@ def train(
     config = for_data(config, data)
     if recorded is not None and (directory / TOKENIZER).exists():
         check_tokenizer(directory, data)
-    if config.train.groups:  # now: a folder that is this run's would keep groups that do not fit
+    # now: a folder that is this run's would keep groups that do not fit, or data that are too few
+    if config.train.groups:
         with torch.device("meta"):
             check_groups(Decoder(config.model), config.train)
+    held_out = data.held_out(limit=config.train.evaluation_tokens)
+    evaluation_windows(held_out.tokens, config.model.context)
+    data.order(config.model.context, config.train.sequences, config.train.seed)
     folder = RunFolder(directory, writes=first())
     if config.train.device == "cpu":
         keep_freed_memory()
@@ -97,7 +101,7 @@ def train(
             facts["parallel"] = {"layout": world.layout.describe(), "processes": world.layout.processes}
             workers = OnMany(config, world)  # before the folder is this run's: a layout that does not fit leaves nothing in it
             workers.from_first(lambda: stack.enter_context(folder.claimed(config, facts)))
-        run = _Run(config, folder, data, interruption, workers)
+        run = _Run(config, folder, data, held_out, interruption, workers)
         return run.complete(facts, visible=console and first(), sinks=sinks if first() else ())
 
 
@@ -124,18 +128,23 @@ def resolve(config: RunConfig, recorded: RunConfig | None = None, *, here: bool 
 
 class _Run:
     def __init__(
-        self, config: RunConfig, folder: RunFolder, data: TokenDataset, interruption: Interruption, workers: OnOne | OnMany
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        data: TokenDataset,
+        held_out: HeldOut,
+        interruption: Interruption,
+        workers: OnOne | OnMany,
     ) -> None:
         self.config = config
         self.settings = config.train
         self.folder = folder
         self.interruption = interruption
         self.data = data
-        self.held_out = data.held_out(limit=self.settings.evaluation_tokens)
-        evaluation_windows(self.held_out.tokens, config.model.context)  # refuses too few tokens now
-        data.order(config.model.context, self.settings.sequences, self.settings.seed)  # and here those of the training
+        self.held_out = held_out
         self.workers = workers
         self.step = 0
+        self.order: str | None = ORDER  # of the batches of the steps so far; None where an earlier version did not record it
         self.saved: int | None = None  # the step of the last checkpoint, or of the one that is being written
         self.peak_memory = 0
 
@@ -192,6 +201,8 @@ class _Run:
         if found is not None:
             state = self.workers.load(found)
             self.step = self.saved = state["step"]
+            if self.step:
+                self.order = state.get("order")  # after the last step it may be another one
             self.peak_memory = state["peak_memory_bytes"]
         self.workers.from_first(lambda: self.folder.cut_back(self.step))
 
@@ -256,9 +267,8 @@ class _Run:
             return True
         settings = self.settings
         measured = evaluate(
-            self.workers.network, self.held_out.tokens, context=self.config.model.context, limit_tokens=None,
-            microbatch=self.workers.evaluation_rows, device=settings.device, precision=settings.precision,
-            boundaries=self.held_out.boundaries, markers=self.data.manifest.markers,
+            self.workers.network, self.held_out.tokens, context=self.config.model.context, microbatch=self.workers.evaluation_rows,
+            device=settings.device, precision=settings.precision, boundaries=self.held_out.boundaries, markers=self.data.manifest.markers,
             stop=lambda: self.workers.agreed(self.interruption.requested),
         )
         if measured is None:
@@ -279,7 +289,7 @@ class _Run:
             return
         self.folder.flush(sync=True)
         self._note_memory()
-        state = {"order": ORDER, "tokens": self.step * self.config.tokens_per_step, "peak_memory_bytes": self.peak_memory}
+        state = {"order": self.order, "tokens": self.step * self.config.tokens_per_step, "peak_memory_bytes": self.peak_memory}
         self.workers.save(self.folder.path, self.step, state, self.settings.keep_checkpoints)
         self.saved = self.step
 
@@ -306,6 +316,7 @@ class _Run:
             "status": "complete",
             "step": self.step,
             "tokens": self.step * self.config.tokens_per_step,
+            "order": self.order,
             "nll": last["nll"],
             "perplexity": last["perplexity"],
             "parameters": self.workers.parameter_counts,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ import pytest
 from depthroute.analysis.analyse import analyse, beside_the_papers
 from depthroute.cli.main import main
 from depthroute.common.errors import RequestError
-from depthroute.common.files import read_json
+from depthroute.common.files import read_json, write_json
+from depthroute.data import TokenDataset
 from depthroute.train import recorded_config
 
 
@@ -66,6 +69,28 @@ def test_more_text_at_a_time_changes_nothing(analysed: Path, trained_run: Path, 
     again = analyse(trained_run, tmp_path / "again", tokens=256, dear_tokens=64, probe_tokens=128)
     first = read_json(analysed / "analysis.json")
     assert json.loads(json.dumps(again)) == first
+
+
+def test_documents_end_where_the_slices_of_a_mixture_meet(trained_run: Path, tmp_path: Path) -> None:
+    """The run's data as two sources of the same weight: 65 tokens are 33 of the first and 32 of the second."""
+    run, folder = shutil.copytree(trained_run, tmp_path / "run"), shutil.copytree(trained_run.parent / "tokens", tmp_path / "mixed")
+    data, manifest = TokenDataset.open(folder), read_json(folder / "manifest.json")
+    parts: list[dict[str, Any]] = [{}, {}]
+    for split, facts in manifest["splits"].items():
+        boundaries = data.boundaries(split)
+        documents = len(boundaries) // 2
+        tokens = int(boundaries[documents])
+        parts[0][split] = {"documents": documents, "tokens": tokens, "bytes": 1}
+        parts[1][split] = {"documents": facts["documents"] - documents, "tokens": facts["tokens"] - tokens, "bytes": 1}
+    manifest["sources"] = [{"name": name, "columns": ["text"], "splits": splits} for name, splits in zip("ab", parts, strict=True)]
+    manifest["prepare"]["sources"] = [{"path": "a", "weight": 1}, {"path": "b", "weight": 1}]
+    write_json(folder / "manifest.json", manifest)
+    mixed = TokenDataset.open(folder)
+    write_json(run / "config.json", {**read_json(run / "config.json"), "data_fingerprint": mixed.fingerprint})
+    held_out = mixed.held_out(limit=64)
+    assert 33 in held_out.boundaries and held_out.tokens[32] != data.end
+    found = analyse(run, tmp_path / "out", data=folder, tokens=64, dear_tokens=32, probe_tokens=64)
+    assert found["probes"]["tokens"] == 64 and found["probes"]["documents"] == found["documents"] == len(held_out.boundaries) - 1
 
 
 def test_a_checkpoint_folder_and_a_text_of_ones_own(trained_run: Path, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_what_layers_hand_on(trained_run: Path, kimi_run: Path, tmp_path: Path) 
     assert [step for step, _ in found["runs"][1]["validation"]] == [2, 4]
     for path, run in zip((trained_run, kimi_run), found["runs"], strict=True):
         config, model = load_trained(path)
-        windows = torch.cat([torch.from_numpy(one) for one in evaluation_windows(run_data(path, config).tokens("validation"), 16, 64)])
+        windows = torch.cat([torch.from_numpy(one) for one in evaluation_windows(run_data(path, config).tokens("validation")[:65], 16)])
         handed = []
 
         def observe(site: int, memory: object, model: torch.nn.Module = model, handed: list[float] = handed) -> None:

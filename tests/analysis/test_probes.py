@@ -25,7 +25,8 @@ from depthroute.residual.delta import DeltaConfig
 from depthroute.residual.dynamic import DynamicQueryConfig
 from depthroute.residual.static import StaticMix, StaticMixConfig
 
-VOCABULARY, CONTEXT, END = 13, 6, 3
+VOCABULARY, CONTEXT = 13, 6
+BOUNDARIES = np.array([0, 4, 10, 11, 23, 28, 37])  # of the tokens of `some_windows`
 METHODS: dict[str, ResidualConfig] = {
     "full": AttnResConfig(),
     "block": AttnResConfig(block=2),
@@ -62,7 +63,7 @@ def model_with(residual: ResidualConfig, *, scattered: bool = True) -> Decoder:
 
 def some_windows(number: int = 6, together: int = 2) -> list[np.ndarray]:
     tokens = np.random.default_rng(1).integers(4, VOCABULARY, number * CONTEXT + 1)
-    tokens[[3, 9, 10, 22, 27]] = END
+    tokens[BOUNDARIES[1:-1] - 1] = 3
     return list(evaluation_windows(tokens, CONTEXT, sequences=together))
 
 
@@ -156,7 +157,7 @@ def test_a_knock_out_is_the_network_without_that_source(name: str) -> None:
 def test_a_probe_set_is_what_whole_forward_passes_say(name: str) -> None:
     """Branching off a shared prefix changes no number, and a row says what was done."""
     model, windows = model_with(METHODS[name]), some_windows()
-    found = probe(model, windows, end=END, every_source=True)
+    found = probe(model, windows, boundaries=BOUNDARIES, every_source=True)
     reads = reads_of(model)
     with torch.no_grad():
         untouched = losses(model, windows)
@@ -181,7 +182,7 @@ def test_a_probe_runs_what_is_behind_its_site_and_no_probe_runs_twice() -> None:
     model, windows, steps = model_with(AttnResConfig()), some_windows(together=6), []
     step = model.step
     model.step = lambda memory, site, *sight: (steps.append(site), step(memory, site, *sight))[1]  # type: ignore[method-assign,func-returns-value]
-    found = probe(model, windows, end=END, above=2.0)
+    found = probe(model, windows, boundaries=BOUNDARIES, above=2.0)
     untouched = 2 * 6
     sites = 4 * 5 + 5 * (4 + 3 + 2 + 1)  # uniform, frozen and three groups, or two at the first site; the last has no step behind it
     families = (4 * 5 + 4) + (4 * 5 + 3) + 5 * 4  # all, mlp, attention; the first older source is at site 2 or 3; output is a site
@@ -197,7 +198,7 @@ def test_a_source_that_has_no_weight_has_no_effect_at_all() -> None:
     model = model_with(StaticMixConfig())
     with torch.no_grad():
         model.residual.logits["4"][2] = -1e5
-    found = probe(model, some_windows(), end=END, every_source=True)
+    found = probe(model, some_windows(), boundaries=BOUNDARIES, every_source=True)
     row = next(row for row in found["sites"] if row["site"] == 4 and row["source"] == "mlp 0")
     assert (row["mean_weight"], row["delta"], row["low"], row["high"]) == (0, 0, 0, 0)
     assert row not in found["mass_without_effect"]  # it has no mass
@@ -209,7 +210,7 @@ def test_mass_without_effect_is_found() -> None:
     model = model_with(AttnResConfig(), scattered=False)
     with torch.no_grad():
         model.layers[0].attention.output.weight.zero_()
-    found = probe(model, some_windows(), end=END, above=0.2)
+    found = probe(model, some_windows(), boundaries=BOUNDARIES, above=0.2)
     listed = [(row["site"], row["source"]) for row in found["mass_without_effect"]]
     assert listed == [(1, "newest"), (2, "older"), (3, "attention 0"), (4, "attention 0")]  # shares 1/2, 1/3, 1/4, 1/5
     for row in found["mass_without_effect"]:
@@ -217,8 +218,8 @@ def test_mass_without_effect_is_found() -> None:
         assert row in found["sites"]
     with_effect = [row for row in found["sites"] if row["probe"] == "knock_out" and (row["site"], row["source"]) not in listed]
     assert all(abs(row["delta"]) > 1e-6 for row in with_effect if "attention 0" not in row["sources"])
-    assert probe(model, some_windows(), end=END, above=0.6)["mass_without_effect"] == []
-    one_document = probe(model, some_windows(), end=0, above=0.2)  # no interval, no verdict
+    assert probe(model, some_windows(), boundaries=BOUNDARIES, above=0.6)["mass_without_effect"] == []
+    one_document = probe(model, some_windows(), boundaries=np.array([0, 37]), above=0.2)  # no interval, no verdict
     assert one_document["documents"] == 1 and one_document["mass_without_effect"] == []
     assert one_document["sites"][0]["low"] is one_document["sites"][0]["high"] is None
 
@@ -236,18 +237,18 @@ def test_a_knock_out_of_static_mixing_is_a_logit_far_down() -> None:
 @pytest.mark.parametrize("name", ["full", "phases", "separate", "dynamic", "static", "delta"])
 def test_uniform_reads_of_queries_that_are_zero_change_nothing(name: str) -> None:
     model = model_with(METHODS[name], scattered=False)
-    found = probe(model, some_windows(), end=END)
+    found = probe(model, some_windows(), boundaries=BOUNDARIES)
     alike = [row for row in found["sites"] + found["families"] if row["probe"] in ("uniform", "frozen")]
     assert alike and all(abs(row["delta"]) < 1e-9 for row in alike)
     assert any(abs(row["delta"]) > 1e-4 for row in found["sites"] if row["probe"] == "knock_out")
 
 
 def test_freezing_reads_that_depend_on_no_token_changes_nothing() -> None:
-    found = probe(model_with(StaticMixConfig(block=2)), some_windows(), end=END)
+    found = probe(model_with(StaticMixConfig(block=2)), some_windows(), boundaries=BOUNDARIES)
     rows = found["sites"] + found["families"]
     assert all(abs(row["delta"]) < 1e-12 for row in rows if row["probe"] == "frozen")
     assert any(abs(row["delta"]) > 1e-4 for row in rows if row["probe"] == "uniform")
-    dynamic = probe(model_with(DynamicQueryConfig()), some_windows(), end=END)
+    dynamic = probe(model_with(DynamicQueryConfig()), some_windows(), boundaries=BOUNDARIES)
     assert any(abs(row["delta"]) > 1e-4 for row in dynamic["sites"] if row["probe"] == "frozen")
 
 
@@ -279,7 +280,7 @@ def test_a_change_of_one_role_leaves_the_other() -> None:
 @torch.no_grad()
 def test_a_family_is_the_change_at_all_its_sites_at_once(name: str) -> None:
     model, windows = model_with(METHODS[name]), some_windows()
-    found, reads = probe(model, windows, end=END), reads_of(model)
+    found, reads = probe(model, windows, boundaries=BOUNDARIES), reads_of(model)
     untouched = losses(model, windows)
     kinds = {site: "output" if site == 6 else ("attention", "mlp")[site % 2] for site, _ in reads}
     roles = {role for _, role in reads} - {"shared"}
@@ -302,7 +303,7 @@ def test_a_family_is_the_change_at_all_its_sites_at_once(name: str) -> None:
 
 
 def test_the_groups_of_a_read_are_all_its_sources_once() -> None:
-    found = probe(model_with(AttnResConfig(roles="decoupled")), some_windows(), end=END)
+    found = probe(model_with(AttnResConfig(roles="decoupled")), some_windows(), boundaries=BOUNDARIES)
     reads = {(row["site"], row["role"]) for row in found["sites"]}
     assert len(reads) == 6 + 2  # two sites have two roles
     for site, role in reads:
@@ -319,7 +320,7 @@ def test_older_sources_are_knocked_out_one_by_one_where_they_have_mass_or_when_a
     model, windows = model_with(AttnResConfig()), some_windows()
 
     def single(**settings: Any) -> dict[tuple[int, str], float]:
-        rows = [row for row in probe(model, windows, end=END, **settings)["sites"] if row["probe"] == "knock_out"]
+        rows = [row for row in probe(model, windows, boundaries=BOUNDARIES, **settings)["sites"] if row["probe"] == "knock_out"]
         return {(row["site"], row["source"]): row["mean_weight"] for row in rows if row["source"] not in ("embedding", "newest", "older")}
 
     every = single(every_source=True)
@@ -332,11 +333,17 @@ def test_older_sources_are_knocked_out_one_by_one_where_they_have_mass_or_when_a
 # --- documents and intervals --------------------------------------------------------------------------------------------------------
 
 
-def test_a_target_belongs_to_the_document_it_ends() -> None:
-    first, second = np.array([[9, 5, END, 6, 7]]), np.array([[7, 8, END, END, 5], [5, 5, 5, 5, 5]])
-    assert [part.tolist() for part in document_numbers([first, second], END)] == [[[0, 0, 1, 1]], [[1, 1, 2, 3], [3, 3, 3, 3]]]
-    apart = np.array([[8, 8, 8, END, 4], [5, 5, END, 5, END], [6, 6, 6, 6, 6]])  # no window begins where another ended
-    assert document_numbers([apart], END)[0].tolist() == [[0, 0, 0, 1], [2, 2, 3, 3], [4, 4, 4, 4]]
+@pytest.mark.parametrize("together", [1, 2, 8])
+def test_a_target_belongs_to_the_document_that_holds_it(together: int) -> None:
+    windows = list(evaluation_windows(np.full(15, 9), 4, sequences=together))  # where documents end, their tokens do not say
+    expected = [0, 0, 1, 1, 1, 1, 2, 3, 3, 3, 3, 3, 3, 3]
+    found = document_numbers(windows, np.array([0, 3, 7, 8, 15]))
+    assert [part.shape for part in found] == [batch[:, 1:].shape for batch in windows]
+    assert np.concatenate([part.ravel() for part in found]).tolist() == expected
+    first = document_numbers(windows, np.array([0, 1, 3, 20]))  # a first document of one token has no target
+    assert np.concatenate([part.ravel() for part in first]).tolist() == [0, 0, *[1] * 12]
+    with pytest.raises(RequestError, match="the windows have 14 targets, and the documents end after 14 tokens"):
+        document_numbers(windows, np.array([0, 14]))
 
 
 def test_the_interval_by_hand() -> None:
@@ -356,23 +363,22 @@ def test_the_interval_by_hand() -> None:
 @torch.no_grad()
 def test_the_interval_of_a_probe_is_that_of_its_differences_by_document() -> None:
     model, windows = model_with(AttnResConfig()), some_windows()
-    row = next(row for row in probe(model, windows, end=END)["sites"] if row["site"] == 3 and row["probe"] == "uniform")
+    row = next(row for row in probe(model, windows, boundaries=BOUNDARIES)["sites"] if row["site"] == 3 and row["probe"] == "uniform")
     untouched = losses(model, windows)
     with intervened(model, {(3, "shared"): Uniform()}):
         difference = (losses(model, windows) - untouched).flatten().numpy()
-    stream = np.concatenate(windows)[:, 1:].flatten()
-    ends = [0, *(np.flatnonzero(stream == END) + 1), len(stream)]
+    ends = [0, *(BOUNDARIES[1:] - 1)]  # the first token is no target
     parts = [difference[start:end] for start, end in pairwise(ends)]
     assert len(parts) == 6
     mean = difference.mean()
     residuals = [part.sum() - mean * len(part) for part in parts]
-    half = student.ppf(0.975, 5) * math.sqrt(6 / 5 * sum(r**2 for r in residuals)) / len(stream)
+    half = student.ppf(0.975, 5) * math.sqrt(6 / 5 * sum(r**2 for r in residuals)) / len(difference)
     assert (row["delta"], row["low"], row["high"]) == pytest.approx((mean, mean - half, mean + half), rel=1e-9)
 
 
 def test_how_windows_are_batched_changes_nothing() -> None:
     model = model_with(AttnResConfig(block=2, roles="decoupled"))
-    one, other = (probe(model, some_windows(together=together), end=END) for together in (1, 6))
+    one, other = (probe(model, some_windows(together=together), boundaries=BOUNDARIES) for together in (1, 6))
     assert one["documents"] == other["documents"] == 6
     for a, b in zip(one["sites"] + one["families"], other["sites"] + other["families"], strict=True):
         assert (a["delta"], a["low"], a["high"]) == pytest.approx((b["delta"], b["low"], b["high"]), abs=1e-11)
@@ -408,11 +414,11 @@ def test_the_read_comes_back_whatever_happens() -> None:
     assert "read" not in vars(model.residual)
     model.train()
     with pytest.raises(ZeroDivisionError):
-        probe(model, (1 / 0 for _ in range(1)), end=END)  # type: ignore[misc]
+        probe(model, (1 / 0 for _ in range(1)), boundaries=BOUNDARIES)  # type: ignore[misc]
     with torch.no_grad():
         model.layers[2].mlp.down.weight.fill_(torch.nan)
     with pytest.raises(FailureError, match="loss of the untouched model is nan"):
-        probe(model, some_windows(), end=END)
+        probe(model, some_windows(), boundaries=BOUNDARIES)
     assert model.training and "read" not in vars(model.residual)
 
 
@@ -434,7 +440,7 @@ def test_a_change_of_nothing_is_the_untouched_network_bit_for_bit() -> None:
 )
 def test_methods_that_cannot_be_probed_are_refused(residual: ResidualConfig, says: str) -> None:
     with pytest.raises(RequestError, match=says):
-        probe(model_with(residual), some_windows(), end=END)
+        probe(model_with(residual), some_windows(), boundaries=BOUNDARIES)
 
 
 def test_a_read_that_is_not_the_mixture_is_refused() -> None:
@@ -442,7 +448,7 @@ def test_a_read_that_is_not_the_mixture_is_refused() -> None:
     own = model.residual.read
     model.residual.read = lambda memory, site, norm=None: own(memory, site, norm) * (1.01 if site == 4 else 1)  # type: ignore[method-assign]
     with pytest.raises(RequestError, match="StaticMix reads something else at site 4 than its sources mixed by its weights"):
-        probe(model, some_windows(), end=END)
+        probe(model, some_windows(), boundaries=BOUNDARIES)
 
 
 def test_wrong_requests_are_refused() -> None:
@@ -453,15 +459,15 @@ def test_wrong_requests_are_refused() -> None:
     with unknown, intervened(model, {(2, "values"): Uniform()}):
         losses(model, some_windows())
     with pytest.raises(RequestError, match="no windows"):
-        probe(model, [], end=END)
+        probe(model, [], boundaries=BOUNDARIES)
 
 
 @pytest.mark.parametrize("name", ["full", "phases", "static", "delta"])
 def test_float32_and_bfloat16_find_the_effects_of_float64(name: str) -> None:
     model, windows = model_with(METHODS[name]), some_windows()
-    exact = probe(model, windows, end=END)["families"]
+    exact = probe(model, windows, boundaries=BOUNDARIES)["families"]
     assert max(abs(row["delta"]) for row in exact) > 0.2
     model.float()
     for precision, tolerance in (("float32", 1e-5), ("bf16", 0.04)):
-        found = probe(model, windows, end=END, precision=precision)["families"]  # type: ignore[arg-type]
+        found = probe(model, windows, boundaries=BOUNDARIES, precision=precision)["families"]  # type: ignore[arg-type]
         assert [row["delta"] for row in found] == pytest.approx([row["delta"] for row in exact], abs=tolerance)

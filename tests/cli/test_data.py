@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from depthroute.cli.main import main
 from depthroute.cli.progress import Lines
 from depthroute.data import MultiHopConfig, PrepareConfig, Source
 from depthroute.data.statistics import statistics_of
-from tests.data.by_hand import documents, write
+from tests.data.by_hand import alter_manifest, documents, write
 
 
 @pytest.fixture
@@ -99,7 +102,7 @@ def test_options_of_prepare_become_its_configuration(asked: list[Any], tmp_path:
 def test_facts_tell_the_sources_where_there_are_several(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", str(directory), "--json"]) == 0
     sources = json.loads(capsys.readouterr().out)["sources"]
-    assert list(sources) == ["a.jsonl", "b.jsonl"] and sources["a.jsonl"]["train_documents"] + sources["b.jsonl"]["train_documents"] == 58
+    assert [source["name"] for source in sources] == ["a.jsonl", "b.jsonl"] and sum(source["train_documents"] for source in sources) == 58
 
 
 def test_verify_prints_every_check_and_fails_where_one_does(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,6 +124,63 @@ def test_verify_prints_every_check_and_fails_where_one_does(directory: Path, cap
     assert "FAILS  train.bin" in capsys.readouterr().out
 
 
+BROKEN = """
+import os, sys
+from depthroute.cli.main import main
+reads, writes = os.pipe()
+os.close(reads)
+os.dup2(writes if sys.argv[2] == "pipe" else os.open("/dev/full", os.O_WRONLY), 1)
+sys.exit(main(["data", "verify", sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize("stdout", ["pipe", "disk"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_failed_verification_is_told_whatever_becomes_of_the_list(directory: Path, stdout: str, unbuffered: str) -> None:
+    if stdout == "disk" and not Path("/dev/full").exists():
+        pytest.skip("no /dev/full")
+    alter_manifest(directory, lambda manifest: manifest.update(bytes_per_token=1.5))
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    found = subprocess.run([sys.executable, "-c", BROKEN, str(directory), stdout], env=environment, stderr=subprocess.PIPE, text=True)
+    assert found.returncode == 1
+    assert found.stderr.startswith(f"depthroute data: {directory} is not what its manifest says. manifest: bytes_per_token is 1.5")
+    assert found.stderr.count("\n") == 1
+
+
+def test_a_verification_without_a_standard_output(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(["data", "verify", str(directory)]) == 0
+    alter_manifest(directory, lambda manifest: manifest.update(bytes_per_token=1.5))
+    assert main(["data", "verify", str(directory)]) == 1 and "bytes_per_token is 1.5" in capsys.readouterr().err
+
+
+def test_a_verification_goes_on_where_its_progress_is_not_read(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unread(self: Lines, state: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(Lines, "progress", unread)
+    alter_manifest(directory, lambda manifest: manifest.update(bytes_per_token=1.5))
+    assert main(["data", "verify", str(directory)]) == 1 and "FAILS  manifest" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["show"], ["show", "--tokens"], ["stats"], ["verify"]])
+def test_a_terminal_without_the_characters(directory: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(manifest: dict[str, Any]) -> None:
+        manifest["sources"][0].update(name="größe")
+        manifest["sources"][0]["splits"]["train"]["documents"] += command == ["verify"]
+        manifest["sources"][1]["splits"]["train"]["documents"] -= command == ["verify"]
+
+    alter_manifest(directory, named)
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert main(["data", command[0], str(directory), *command[1:]]) == (command == ["verify"])
+    assert b"gr\\xf6\\xdfe" in written.getvalue()
+
+
 def test_show_prints_documents(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +196,8 @@ def test_show_prints_documents(
     assert table[-1].split() == ["3", "0", "<eos>"] and any(row.split()[2].startswith("␠") for row in table[2:])
     assert main(["data", "show", str(directory), "--document", "58"]) == 2
     assert "it takes 0 to 57, or -1 to -58 from the end" in capsys.readouterr().err
+    assert main(["data", "show", str(directory), "--id", "\udcff"]) == 2
+    assert capsys.readouterr().err.startswith(r"depthroute data: the id '\udcff' is no UTF-8")
 
 
 def test_show_colours_a_terminal_alone(directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +227,15 @@ def test_stats_prints_what_the_library_finds(directory: Path, capsys: pytest.Cap
     assert main(["data", "stats", str(directory)]) == 0
     text = capsys.readouterr().out
     assert "ids of documents are not recorded" in text and "by source" not in text and "test: " not in text
+
+
+def test_sources_of_one_name_are_all_in_the_table(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alter_manifest(directory, lambda manifest: manifest["sources"][1].update(name="a.jsonl"))
+    assert main(["data", "stats", str(directory)]) == 0
+    text = capsys.readouterr().out
+    assert text.count("by source") == 3
+    for table in text.split("by source\n")[1:]:
+        assert table.splitlines()[0].split() == ["a.jsonl", "a.jsonl"] and len(table.splitlines()[1].split()) == 3
 
 
 class Terminal(io.StringIO):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -82,7 +84,7 @@ def write(
         dtype=dtype,
         splits=Splits(**whole),
         skipped=(),
-        unigram_entropy_nats=1.0,
+        unigram_entropy_nats=entropy(directory, dtype),
         bytes_per_token=whole["train"].bytes / whole["train"].tokens,
         files=(saved, *(file_facts(directory / kind(name)) for name in SPLITS for kind in kinds)),
         sources=tuple(
@@ -95,6 +97,12 @@ def write(
     )
     manifest.write(directory)
     return manifest
+
+
+def entropy(directory: Path, dtype: str) -> float:
+    """Of the training tokens that a directory has, in nats."""
+    tokens = np.frombuffer((directory / token_file("train")).read_bytes(), dtype=DTYPES[dtype]).tolist()
+    return -sum(count / len(tokens) * math.log(count / len(tokens)) for count in Counter(tokens).values())
 
 
 def alter(directory: Path, name: str, dtype: np.dtype[Any], change: Callable[[np.ndarray], object]) -> None:
@@ -116,4 +124,5 @@ def seal(directory: Path) -> None:
     """Let the manifest name the sizes and hashes that the files have now."""
     manifest = read_manifest(directory)
     files = tuple(file_facts(directory / file.name) for file in manifest.files)
-    dataclasses.replace(manifest, files=files).write(directory)
+    tokenizer = dataclasses.replace(manifest.tokenizer, sha256=next(file.sha256 for file in files if file.name == "tokenizer.json"))
+    dataclasses.replace(manifest, files=files, tokenizer=tokenizer).write(directory)

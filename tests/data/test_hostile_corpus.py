@@ -73,7 +73,7 @@ def test_each_is_kept_as_it_was_or_counted(folder: Path, tmp_path: Path) -> None
     assert found == Counter(row["text"] for row in (PLAIN + KEPT) * 2)
     assert verify(tmp_path / "data").ok
     counted = statistics_of(tmp_path / "data")
-    assert sum(one.all.duplicate_ids or 0 for one in counted.splits) == 3, "`twice` in both files, and the two without an id"
+    assert sum(one.duplicate_ids or 0 for one in counted.splits) == 3, "`twice` in both files, and the two without an id"
     assert counted.ids_in_several_splits == 0
 
 

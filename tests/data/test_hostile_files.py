@@ -94,6 +94,10 @@ def test_a_bad_first_line_does_not_decide_about_the_columns(name: str, tmp_path:
     assert texts(path, skipped, bad_rows="skip") == []
     assert skipped == {"rows that are not JSON": 1}
     packed(path, b'{"body": "one"}\n{"text": "two"}\n')
+    assert f"{name} row 1: text_column: unknown column 'text'. Allowed: body." in plan_refusal(path, RequestError)
+    skipped.clear()
+    assert texts(path, skipped, bad_rows="skip") == ["two"] and skipped == {"rows without the text column": 1}
+    packed(path, b'{"body": "one"}\n{"title": "two"}\n')
     assert f"{name} row 1: text_column: unknown column 'text'. Allowed: body." in plan_refusal(path, RequestError, bad_rows="skip")
 
 

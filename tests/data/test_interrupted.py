@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from depthroute.common.errors import FailureError, RequestError
-from depthroute.data import PrepareConfig, Progress, Source, TokenDataset, fill, prepare, rows
+from depthroute.data import PrepareConfig, Progress, Source, TokenDataset, fill, groups, prepare, rows
 from depthroute.data.journal import Journal
 from depthroute.data.workers import run_jobs
 from tests.data.preparation import Writer, config, contents
@@ -26,8 +26,8 @@ DRIVER = """
 import json, sys
 from pathlib import Path
 from depthroute.common.config import from_json
-from depthroute.data import PrepareConfig, fill, prepare, rows
-rows.PART_BYTES = fill.GROUP_BYTES = 4096
+from depthroute.data import PrepareConfig, fill, groups, prepare, rows
+rows.PART_BYTES = groups.GROUP_BYTES = 4096
 fill.JOURNAL_SECONDS = fill.PROGRESS_SECONDS = 0
 prepare(from_json(PrepareConfig, json.loads(sys.argv[1])), Path(sys.argv[2]), workers=int(sys.argv[3]), progress=print)
 """
@@ -37,7 +37,7 @@ prepare(from_json(PrepareConfig, json.loads(sys.argv[1])), Path(sys.argv[2]), wo
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many groups of few documents, and a journal of every one."""
     monkeypatch.setattr(rows, "PART_BYTES", 4096)
-    monkeypatch.setattr(fill, "GROUP_BYTES", 4096)
+    monkeypatch.setattr(groups, "GROUP_BYTES", 4096)
     monkeypatch.setattr(fill, "JOURNAL_SECONDS", 0)
     monkeypatch.setattr(fill, "PROGRESS_SECONDS", 0)
 
@@ -136,6 +136,63 @@ def test_shards_that_lost_what_was_noted_are_named(write_jsonl: Writer, tmp_path
 
 
 @pytest.mark.usefixtures("small_groups")
+def test_shards_that_were_altered_or_lost_while_it_stood_still_are_named(write_jsonl: Writer, tmp_path: Path) -> None:
+    settings, directory = config(write_jsonl(120)), tmp_path / "data"
+    with pytest.raises(KeyboardInterrupt):
+        prepare(settings, directory, workers=1, progress=stop_at(5, "tokenizing"))
+    tokens = (directory / "train.bin").read_bytes()
+    (directory / "train.bin").write_bytes(b"\x11" + tokens[1:])
+    with pytest.raises(FailureError, match=r"train\.bin is not what was written to it; delete"):
+        prepare(settings, directory, workers=1)
+    (directory / "train.bin").unlink()
+    with pytest.raises(FailureError, match=r"train\.bin is shorter than what was written to it"):
+        prepare(settings, directory, workers=1)
+
+
+@pytest.mark.usefixtures("small_groups")
+@pytest.mark.parametrize("left", [None, b"{}"], ids=["lost", "altered"])
+def test_a_tokenizer_that_is_not_the_one_that_was_trained_starts_over(left: bytes | None, write_jsonl: Writer, tmp_path: Path) -> None:
+    settings, directory = config(write_jsonl(120)), tmp_path / "data"
+    with pytest.raises(KeyboardInterrupt):
+        prepare(settings, directory, workers=1, progress=stop_at(5, "tokenizing"))
+    (directory / "tokenizer.json").unlink()
+    if left is not None:
+        (directory / "tokenizer.json").write_bytes(left)
+    prepare(settings, directory, workers=1)
+    prepare(settings, tmp_path / "whole", workers=1)
+    assert contents(directory) == contents(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_another_end_of_documents_starts_over(write_jsonl: Writer, tmp_path: Path) -> None:
+    """The tokenizer's file is the same, and what it says beside it is not."""
+    source = write_jsonl(120)
+    prepare(config(source), tmp_path / "first", workers=1)
+    tokenizer = tmp_path / "first" / "tokenizer.json"
+    beside = tokenizer.with_name("tokenizer_config.json")
+    settings = PrepareConfig.of(str(source), id_column="id", tokenizer=str(tokenizer), validation_share=0.1)
+    beside.write_text('{"eos_token": "<eos>"}', encoding="utf-8")
+    with pytest.raises(KeyboardInterrupt):
+        prepare(settings, tmp_path / "data", workers=1, progress=stop_at(5))
+    beside.write_text('{"eos_token": "<bos>"}', encoding="utf-8")
+    manifest = prepare(settings, tmp_path / "data", workers=1)
+    tokens = TokenDataset.open(tmp_path / "data").tokens("train")
+    assert manifest.end == 2 and (tokens == 2).sum() == manifest.splits.train.documents and not (tokens == 3).any()
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_a_worker_that_outlives_its_call_writes_nothing_of_the_next(write_jsonl: Writer, tmp_path: Path) -> None:
+    """All jobs write into a folder that goes with their call."""
+    seen: list[Path] = []
+    work = fill.work
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fill, "work", lambda job, corpora: (seen.append(Path(job["out"])), work(job, corpora))[1])
+        prepare(config(write_jsonl(120)), tmp_path / "data", workers=1)
+    assert len({path.parent for path in seen}) == 1 and seen[0].parent.parent == tmp_path / "data" / ".work"
+    assert not seen[0].parent.exists()
+
+
+@pytest.mark.usefixtures("small_groups")
 def test_another_plan_starts_over(write_jsonl: Writer, tmp_path: Path) -> None:
     source, directory = write_jsonl(120), tmp_path / "data"
     with pytest.raises(KeyboardInterrupt):
@@ -156,24 +213,36 @@ def test_a_refusal_in_a_worker_is_that_of_one_process(write_jsonl: Writer, tmp_p
             prepare(config(source), tmp_path / str(workers), workers=workers)
 
 
-def test_a_worker_that_is_killed_is_named() -> None:
-    """The job names a process to kill: the worker itself."""
-    job = {"kind": "words", "config": {}, "source": 0, "parts": [], "out": ""}
-    code = "import sys; sys.path[:0]; import os; os.kill(os.getpid(), 9)"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "executable", _script(code))
-        with pytest.raises(FailureError, match="was killed by signal 9, perhaps for want of memory; run the same command again"):
-            list(run_jobs([job], lambda job: {}, processes=2))
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("kill -9 $$", "was killed by signal 9, perhaps for want of memory: with fewer --workers it needs less. The same command goes on"),
+        ("exit 3", "ended with status 3; what it printed says why"),
+    ],
+)
+def test_a_worker_that_ends_is_named(script: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(FailureError, match=message):
+        list(run_jobs([{}], lambda job: {}, processes=2))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
+    with pytest.raises(FailureError, match=r"no process could be started with .*nothing"):
+        list(run_jobs([{}], lambda job: {}, processes=2))
 
 
-def _script(code: str) -> str:
-    """A Python that runs `code`, whatever it is asked for."""
-    import tempfile
-
-    path = Path(tempfile.mkdtemp()) / "python"
-    path.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}'\n", encoding="utf-8")
-    path.chmod(0o755)
-    return str(path)
+def test_what_a_worker_prints_is_no_answer(write_jsonl: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a module of another one's name stand in the way: the path of a worker is its own."""
+    (tmp_path / "sitecustomize.py").write_text("print('hello')", encoding="utf-8")
+    (tmp_path / "json.py").write_text("", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FailureError, match="unexpected KeyError"):
+        list(run_jobs([{}], lambda job: {}, processes=2))
+    (tmp_path / "json.py").unlink()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(FailureError, match="unexpected KeyError"):
+        list(run_jobs([{}], lambda job: {}, processes=2))
 
 
 def test_an_error_that_nobody_expected_is_a_failure_with_its_name() -> None:

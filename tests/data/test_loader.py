@@ -122,8 +122,8 @@ def test_the_kernel_is_told_before_a_batch_is_read(dataset: TokenDataset, monkey
     """Of the batches ahead too, and for every page of their windows."""
     events: list[tuple[str, int]] = []
     told: list[tuple[int, int]] = []
-    advise, read = Loader.advise, Loader.batch_at
-    monkeypatch.setattr(Loader, "advise", lambda self, step: (events.append(("advise", step)), advise(self, step))[1])
+    advise, read = Loader._advise_step, Loader.batch_at
+    monkeypatch.setattr(Loader, "_advise_step", lambda self, step: (events.append(("advise", step)), advise(self, step))[1])
     monkeypatch.setattr(Loader, "batch_at", lambda self, step: (events.append(("read", step)), read(self, step))[1])
 
     class Map:
@@ -132,7 +132,7 @@ def test_the_kernel_is_told_before_a_batch_is_read(dataset: TokenDataset, monkey
 
     batches = loader(dataset, ahead=2)
     assert batches._map is not None  # the kernel takes what it is told; here it is heard
-    batches.advise(0)
+    batches._advise_step(0)
     batches._map = Map()  # type: ignore[assignment]
     taken(batches, 4)
     for step in range(4):
@@ -140,6 +140,24 @@ def test_the_kernel_is_told_before_a_batch_is_read(dataset: TokenDataset, monkey
     starts = np.concatenate([batches.order.windows(step) for step in range(6)]) * 2
     assert all(any(start <= first and first + 2 * (CONTEXT + 1) <= end for start, end in told) for first in starts.tolist())
     assert all(start % 4096 == 0 for start, _ in told)
+
+
+def test_a_close_waits_for_one_batch_and_not_for_those_ahead(dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    read = Loader.batch_at
+    monkeypatch.setattr(Loader, "batch_at", lambda self, step: (made.append(step), time.sleep(0.05), read(self, step))[2])
+    with loader(dataset, ahead=8) as batches:
+        next(iter(batches))
+    assert len(made) <= 3
+
+
+def test_a_forked_process_is_told_that_its_iterator_has_no_thread(dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    with loader(dataset) as batches:
+        iterator = iter(batches)
+        next(iterator)
+        monkeypatch.setattr("depthroute.data.loader.os.getpid", lambda: -1)
+        with pytest.raises(RequestError, match="this process was forked"):
+            next(iterator)
 
 
 def test_what_fails_in_the_background_is_raised_at_its_batch(dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch) -> None:

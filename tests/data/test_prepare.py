@@ -253,7 +253,11 @@ def test_the_share_that_the_refusal_names_is_enough(write_jsonl: Writer, tmp_pat
         ({"salt": ""}, "salt cannot be ''"),
         ({"salt": "a\0b"}, "salt cannot be"),
         ({"sources": ()}, "sources cannot be empty"),
-        ({"sources": (Source(path="a"), Source(path="a"))}, "the source a is there twice"),
+        ({"sources": (Source(path="a"), Source(path="./b/../a"))}, "the source a is there twice"),
+        (
+            {"sources": (Source(path="a", weight=9999.0), Source(path="b", weight=1.0))},
+            "the weight of b is 0.0001 of all, which is none of 1,000 windows; raise it, or leave the source out",
+        ),
         ({"sources": (Source(path="a", weight=0.5), Source(path="b"))}, "1 of 2 sources have a weight; give all of them one, or none"),
         ({"sources": (Source(path="multi-hop"), Source(path="b")), "multi_hop": MultiHopConfig()}, "cannot be mixed with others"),
         ({"sources": (Source(path="multi-hop"),)}, "needs a MultiHopConfig"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from depthroute.common.errors import FailureError, RequestError
 from depthroute.data import (
     FileCorpus,
     Manifest,
+    Source,
     TokenDataset,
     prepare,
     read_manifest,
@@ -68,6 +70,24 @@ def test_another_corpus_or_configuration_is_refused(write_jsonl: Writer, tmp_pat
     assert contents(tmp_path / "data") == before
 
 
+def test_a_document_that_moved_to_the_next_source_is_noticed(write_jsonl: Writer, tmp_path: Path) -> None:
+    """The documents and their order are the same, and the mixture is not."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    for number, place in enumerate(("one/a", "one/b", "two/c")):
+        write_jsonl(40 + number, "documents.jsonl").rename(tmp_path / f"{place}.jsonl")
+    sources = tuple(Source(path=str(tmp_path / name), id_column="id", weight=1.0) for name in ("one", "two"))
+    settings = dataclasses.replace(config(tmp_path), sources=sources)
+    prepare(settings, tmp_path / "data")
+    (tmp_path / "one" / "b.jsonl").rename(tmp_path / "two" / "b.jsonl")
+    with pytest.raises(RequestError, match="was prepared from another corpus"):
+        prepare(settings, tmp_path / "data")
+    only = dataclasses.replace(settings, sources=(dataclasses.replace(sources[0], weight=None),))
+    prepare(only, tmp_path / "single")
+    with pytest.raises(RequestError, match=r"was prepared with sources\[1\]\.path None, not"):
+        prepare(dataclasses.replace(only, sources=(*only.sources, dataclasses.replace(sources[1], weight=None))), tmp_path / "single")
+
+
 def test_a_directory_of_somebody_else_is_refused(write_jsonl: Writer, tmp_path: Path) -> None:
     source = write_jsonl(100)
     (tmp_path / "theirs").mkdir()
@@ -75,6 +95,9 @@ def test_a_directory_of_somebody_else_is_refused(write_jsonl: Writer, tmp_path: 
     with pytest.raises(RequestError, match="is not empty and holds no prepared data"):
         prepare(config(source), tmp_path / "theirs")
     assert (tmp_path / "theirs" / "train.bin").read_bytes() == b"precious"
+    (tmp_path / "theirs" / "source.json").write_text('{"mine": 1}', encoding="utf-8")
+    with pytest.raises(RequestError, match="is not empty and holds no prepared data"):
+        prepare(config(source), tmp_path / "theirs")
     with pytest.raises(RequestError, match="is a file; give the path of a directory"):
         prepare(config(source), source)
 
@@ -100,6 +123,27 @@ def test_a_killed_preparation_is_finished_by_the_next_call(before: str, report: 
     prepare(settings, tmp_path / "killed")
     prepare(settings, tmp_path / "whole")
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def test_what_a_call_left_between_its_manifest_and_its_end_is_removed(write_jsonl: Writer, tmp_path: Path) -> None:
+    settings = config(write_jsonl(100))
+    manifest = prepare(settings, tmp_path / "data")
+    (tmp_path / "data" / ".work" / "words").mkdir(parents=True)
+    assert prepare(settings, tmp_path / "data") == manifest
+    assert not (tmp_path / "data" / ".work").exists()
+
+
+def test_a_file_that_joins_a_folder_while_it_is_read_is_noticed(write_jsonl: Writer, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_jsonl(100).rename(folder / "a.jsonl")
+
+    def join(line: str) -> None:
+        if line.startswith("tokenizing"):
+            write_jsonl(10).rename(folder / "b.jsonl")
+
+    with pytest.raises(FailureError, match="changed while it was being read"):
+        prepare(config(folder), tmp_path / "data", report=join)
 
 
 def test_two_processes_may_prepare_at_once(write_jsonl: Writer, tmp_path: Path) -> None:
@@ -174,8 +218,8 @@ def test_a_corpus_that_changes_while_it_is_read_is_refused(write_jsonl: Writer, 
 def test_a_full_disk_is_one_sentence(write_jsonl: Writer, tmp_path: Path) -> None:
     """`/dev/full` refuses every byte as a full disk does."""
     settings, directory = config(write_jsonl(100)), tmp_path / "data"
-    directory.mkdir()
-    (directory / "source.json").write_text("{}", encoding="utf-8")
+    (directory / ".work").mkdir(parents=True)
+    (directory / ".work" / "plan.json").write_text("{}", encoding="utf-8")
     (directory / "train.bin").symlink_to("/dev/full")
     with pytest.raises(FailureError, match=r"the disk is full while writing .*train\.bin; free some space"):
         prepare(settings, directory)

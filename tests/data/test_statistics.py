@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from depthroute.data.corpus import Document
 from depthroute.data.progress import Progress
 from depthroute.data.shards import DTYPES, IDS_DTYPE, INDEX_DTYPE
 from depthroute.data.statistics import LengthBin, statistics_of
-from tests.data.by_hand import TEST_SHARE, VALIDATION_SHARE, alter, documents, seal, tokenizer, write
+from tests.data.by_hand import TEST_SHARE, VALIDATION_SHARE, alter, alter_manifest, documents, seal, tokenizer, write
 
 
 def varied(count: int, name: str) -> list[Document]:
@@ -140,7 +141,9 @@ def test_memory_does_not_grow_with_the_tokens(tmp_path: Path) -> None:
         tokens[:, -1] = manifest.end
         (tmp_path / "train.bin").write_bytes(tokens.tobytes())
         (tmp_path / "train.index.bin").write_bytes((np.arange(51, dtype=INDEX_DTYPE) * length).tobytes())
-        replace(manifest, splits=replace(manifest.splits, train=facts)).write(tmp_path)
+        entropy = -sum(share * math.log(share) for share in (1 / length, 1 - 1 / length))
+        splits, ratio = replace(manifest.splits, train=facts), 1 / facts.tokens
+        replace(manifest, splits=splits, bytes_per_token=ratio, unigram_entropy_nats=entropy).write(tmp_path)
         seal(tmp_path)
         found = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
         peaks.append(int(found.stdout) / 1000)
@@ -154,5 +157,38 @@ def test_damage_is_refused(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(FailureError, match=r"train\.bin has the id 999, the vocabulary 300 entries; `depthroute data verify`"):
         statistics_of(directory)
     alter(directory, "train.index.bin", np.dtype("<i8"), lambda index: index.__setitem__(3, 0))
-    with pytest.raises(FailureError, match="the index of train is not that of its tokens"):
+    with pytest.raises(FailureError, match=r"train\.index\.bin is not the index of the tokens of train: document 2 ends at 0"):
+        statistics_of(directory)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"unigram_entropy_nats": 1.0}, r"manifest\.json has the unigram_entropy_nats 1\.0, and the training tokens [2-5]\."),
+        ({"vocabulary": -1}, r"manifest\.json has a vocabulary of -1, the tokenizer 300 entries"),
+    ],
+)
+def test_a_manifest_that_was_altered(directory: Path, change: dict[str, Any], says: str) -> None:
+    alter_manifest(directory, lambda manifest: manifest.update(change))
+    with pytest.raises(FailureError, match=says):
+        statistics_of(directory)
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_files_of_another_dtype(tmp_path: Path, odd: int) -> None:
+    """Whether or not their size is a whole number of the other one."""
+    given = next(many for count in range(20, 30) if write(tmp_path, {"a.jsonl": (many := documents(count))}).splits.train.tokens % 2 == odd)
+    write(tmp_path, {"a.jsonl": given})
+    alter_manifest(tmp_path, lambda manifest: manifest.update(dtype="uint32"))
+    says = r"train\.bin has \d+ bytes, no whole number of uint32" if odd else r"train\.index\.bin is not the index of the tokens of train"
+    with pytest.raises(FailureError, match=says):
+        statistics_of(tmp_path)
+
+
+def test_sources_that_do_not_fit_the_index(directory: Path) -> None:
+    alter_manifest(directory, lambda manifest: manifest["sources"][0]["splits"]["test"].update(documents=-3))
+    with pytest.raises(FailureError, match=r"manifest\.json gives a\.jsonl -3 documents in test; it takes 0 or more"):
+        statistics_of(directory)
+    alter_manifest(directory, lambda manifest: manifest["sources"][0]["splits"]["test"].update(documents=300))
+    with pytest.raises(FailureError, match=r"manifest\.json gives the sources \d+ documents in test, and the index has "):
         statistics_of(directory)

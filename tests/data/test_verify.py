@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from depthroute.common.errors import RequestError
-from depthroute.data import MultiHopConfig, MultiHopCorpus, TextTokenizer, ready_tokenizer
+from depthroute.data import MultiHopConfig, MultiHopCorpus, TextTokenizer, long_documents, ready_tokenizer, text_tokenizer
 from depthroute.data import scan as scans
 from depthroute.data.progress import Progress
 from depthroute.data.shards import DTYPES, IDS_DTYPE, INDEX_DTYPE
@@ -38,11 +38,11 @@ def finding(found: Verification, name: str) -> str:
     return next(check.found for check in found.checks if check.name == name)
 
 
-def their_tokenizer(folder: Path, *, lower: bool = False) -> TextTokenizer:
-    """A byte-level tokenizer from elsewhere with a begin, which may make all letters small."""
+def their_tokenizer(folder: Path, *, lower: bool = False, words: bool = True) -> TextTokenizer:
+    """A byte-level tokenizer from elsewhere with a begin, which may make all letters small, or take a text for one word."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words), decoders.ByteLevel()
     if lower:
         made.normalizer = normalizers.Lowercase()
     made.add_special_tokens(["<|begin|>", "<|end|>"])
@@ -188,6 +188,68 @@ def test_documents_that_do_not_begin_as_recorded(tmp_path: Path) -> None:
     found = verify(directory, sample=0)
     assert failed(found) == ["train: documents begin"]
     assert finding(found, "train: documents begin").endswith("do not begin with 256, the first: 0")
+
+
+def test_a_document_that_is_too_long_to_be_encoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long documents are cut, and where the tokenizer has no place to cut that is told."""
+    for module in (long_documents, text_tokenizer):
+        monkeypatch.setattr(module, "PIECE", 150)
+    monkeypatch.setattr(long_documents, "WHOLE", 300)
+    given = [*documents(20, words=5), *documents(10, "long", words=100)]
+    write(tmp_path / "words", {"a.jsonl": given}, made=their_tokenizer(tmp_path), tokenizer="theirs.json")
+    assert finding(verify(tmp_path / "words"), ROUND_TRIP) == "30 documents, all the same"
+    write(tmp_path / "data", {"a.jsonl": given}, made=their_tokenizer(tmp_path, words=False), tokenizer="theirs.json")
+    found = verify(tmp_path / "data")
+    assert found.ok and finding(found, ROUND_TRIP).startswith(
+        "20 documents, all the same; 10 cannot be cut and are too long to be encoded whole, the first is "
+    )
+    write(tmp_path / "long", {"a.jsonl": given[20:]}, made=their_tokenizer(tmp_path, words=False), tokenizer="theirs.json")
+    found = verify(tmp_path / "long")
+    assert found.ok and [check.name for check in found.checks if check.ok is None] == [ROUND_TRIP]
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "says"),
+    [
+        (lambda it: it.update(bytes_per_token=4.5), "manifest", "bytes_per_token is 4.5, the counts of train give "),
+        (lambda it: it.update(bytes_per_token=float("nan")), "manifest", "bytes_per_token is nan"),
+        (lambda it: it["tokenizer"].update(sha256="1" * 64), "manifest", "tokenizer.sha256 is 111111111111..., that of tokenizer.json "),
+        (lambda it: it["files"].append(it["files"][3]), "manifest", "it names train.ids.bin 2 times"),
+        (lambda it: it["skipped"].append({"reason": "empty", "count": -1}), "manifest", "skipped.0.count is -1, below 0"),
+        (lambda it: it["tokenizer"].update(training_bytes=-1), "manifest", "tokenizer.training_bytes is -1, below 0"),
+        (lambda it: it["prepare"]["sources"].append({"path": "c.jsonl"}), "sources", "2 recorded, 3 prepared"),
+        (lambda it: it["prepare"]["sources"].pop(), "sources", "2 recorded, 1 prepared"),
+        (lambda it: it.update(sources=[]), "sources", "0 recorded, 2 prepared"),
+    ],
+)
+def test_a_manifest_that_cannot_be(directory: Path, change: Callable[[dict[str, Any]], None], check: str, says: str) -> None:
+    alter_manifest(directory, change)
+    found = verify(directory)
+    assert failed(found) == [check] and finding(found, check).startswith(says)
+
+
+def test_a_single_source_with_a_weight_was_recorded(directory: Path) -> None:
+    def weighted(manifest: dict[str, Any]) -> None:
+        manifest.update(sources=[])
+        manifest["prepare"]["sources"] = [{"path": "a.jsonl", "weight": 1.0}]
+
+    alter_manifest(directory, weighted)
+    assert failed(verify(directory)) == ["sources"]
+
+
+def test_a_source_with_less_than_no_documents(directory: Path) -> None:
+    """Counts that add up, and lie on an end of a document when it is counted from the last."""
+    index = np.frombuffer((directory / "test.index.bin").read_bytes(), dtype=INDEX_DTYPE)
+
+    def below(manifest: dict[str, Any]) -> None:
+        first, second = (source["splits"]["test"] for source in manifest["sources"])
+        documents, tokens = first["documents"] + second["documents"], first["tokens"] + second["tokens"]
+        first.update(documents=-2, tokens=int(index[-2]))
+        second.update(documents=documents + 2, tokens=tokens - int(index[-2]))
+
+    alter_manifest(directory, below)
+    found = verify(directory)
+    assert failed(found) == ["manifest", "sources"] and finding(found, "manifest") == "sources.0.splits.test.documents is -2, below 0"
 
 
 def test_counts_of_the_manifest(directory: Path) -> None:

@@ -44,9 +44,7 @@ def test_perplexity_is_that_of_training_with_intervals_over_documents(own: Path)
     entry = found["evaluations"]["perplexity"]["tasks"]["perplexity"]
     subject = open_subject(own, device="cpu", precision="float32")
     tokens, edges = subject.dataset.tokens("validation"), subject.dataset.boundaries("validation")
-    direct = evaluate(
-        subject.model, tokens, context=64, limit_tokens=None, microbatch=3, device="cpu", precision="float32", boundaries=edges
-    )
+    direct = evaluate(subject.model, tokens, context=64, microbatch=3, device="cpu", precision="float32", boundaries=edges)
     assert direct is not None and direct.documents is not None
     metrics, line = entry["metrics"], direct.splits["validation"]
     assert metrics["nll"]["value"] == pytest.approx(line["nll"], rel=1e-6)

@@ -36,7 +36,7 @@ def write_run(study: Path, arm: str, seed: int, *, complete: bool = True) -> Non
     ]
     (folder / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evaluations))
     if complete:
-        result = {"nll": evaluations[-1]["nll"], "tokens_per_second": {"median": 160.0}, "training_seconds": 0.6}
+        result = {"order": "feistel-1", "nll": evaluations[-1]["nll"], "tokens_per_second": {"median": 160.0}, "training_seconds": 0.6}
         (folder / "result.json").write_text(json.dumps(result))
         (folder / "routing.json").write_text("{}")
 

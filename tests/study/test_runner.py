@@ -6,6 +6,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -15,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from depthroute.common.errors import RequestError
-from depthroute.common.files import read_json
+from depthroute.common.files import read_json, write_json
+from depthroute.study.collect import collect
 from depthroute.study.plan import Arm, Study
-from depthroute.study.runner import run_study
+from depthroute.study.runner import plan_study, run_study
 
 pytestmark = pytest.mark.usefixtures("fake_worker")
 
@@ -130,6 +132,32 @@ def test_a_failed_analysis_is_not_a_missing_result(study: Study, tmp_path: Path,
     behaviour.unlink()
     assert run_study(None, tmp_path, console=False)["unanalysed"] == []
     assert len(started(tmp_path)) == 5
+
+
+@pytest.mark.parametrize(("order", "said"), [(None, "none is recorded"), ("feistel-0", "feistel-0")])
+def test_no_cell_is_trained_beside_those_of_another_order_of_batches(study: Study, tmp_path: Path, order: str | None, said: str) -> None:
+    statistics = run_study(study, tmp_path, console=False)
+    for seed in (7, 3):
+        path = tmp_path / f"runs/plain/seed-{seed}/result.json"
+        result = read_json(path)
+        assert result.pop("order") == "feistel-1"
+        write_json(path, result if order is None else {"order": order, **result})
+    # where there is nothing to train, all goes on
+    routing = tmp_path / "runs/block/seed-3/routing.json"
+    routing.unlink()
+    assert run_study(None, tmp_path, console=False) == collect(tmp_path, {}) == statistics and routing.exists()
+    more = dataclasses.replace(study, seeds=(7, 3, 11))
+    before = started(tmp_path), (tmp_path / "plan.json").read_bytes()
+    there = rf"another order than this version's, feistel-1: plain seed 7 \({said}\), plain seed 3 \({said}\)\. Not trained yet: "
+    for ask in (run_study, plan_study):
+        with pytest.raises(RequestError, match=there + "plain seed 11, block seed 11. A study keeps one order"):
+            ask(more, tmp_path, extend=True, console=False)
+    shutil.rmtree(tmp_path / "runs/block/seed-7")
+    for given in (study, None):
+        with pytest.raises(RequestError, match=there + "block seed 7. .* new folder"):
+            run_study(given, tmp_path, console=False)
+    assert (started(tmp_path), (tmp_path / "plan.json").read_bytes()) == before
+    assert [entry["arm"] for entry in collect(tmp_path, {})["missing"]] == ["block"]
 
 
 def test_the_plan_is_written_by_the_study_that_holds_the_folder(study: Study, tmp_path: Path) -> None:

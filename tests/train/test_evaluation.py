@@ -55,9 +55,10 @@ def model_of(config: RunConfig) -> Decoder:
     return model
 
 
-def measured(model: Decoder, data: TokenDataset, **changes: Any) -> Any:
-    settings: dict[str, Any] = {"context": 16, "limit_tokens": None, "microbatch": 7, "device": "cpu", "precision": "float32"}
-    return evaluate(model, data.tokens("validation"), boundaries=data.boundaries("validation"), **settings | changes)
+def measured(model: Decoder, data: TokenDataset, limit: int | None = None, **changes: Any) -> Any:
+    settings: dict[str, Any] = {"context": 16, "microbatch": 7, "device": "cpu", "precision": "float32"}
+    held_out = data.held_out(limit=limit)
+    return evaluate(model, held_out.tokens, boundaries=held_out.boundaries, **settings | changes)
 
 
 def literal(model: Decoder, tokens: np.ndarray, limit: int | None) -> list[tuple[int, float, bool]]:
@@ -78,15 +79,12 @@ def literal(model: Decoder, tokens: np.ndarray, limit: int | None) -> list[tuple
 def test_exactly_as_many_targets_as_asked_for_are_measured(data: Path, config: Config, limit: int | None, microbatch: int) -> None:
     dataset, model = TokenDataset.open(data), model_of(config())
     tokens = dataset.tokens("validation")
-    line = measured(model, dataset, limit_tokens=limit, microbatch=microbatch).splits["validation"]
+    found = measured(model, dataset, limit, microbatch=microbatch)
+    line = found.splits["validation"]
     expected = [nll for _, nll, _ in literal(model, tokens, limit)]
     assert line["evaluated_tokens"] == len(expected) == (limit or len(tokens) - 1) and (len(tokens) - 1) % 16
     assert line["nll"] == pytest.approx(math.fsum(expected) / len(expected), rel=1e-5)
-    held = dataset.held_out(limit=limit)
-    settings: dict[str, Any] = {"context": 16, "limit_tokens": None, "microbatch": microbatch, "device": "cpu", "precision": "float32"}
-    again = evaluate(model, held.tokens, boundaries=held.boundaries, **settings)
-    assert again is not None and again.documents is not None and again.splits["validation"]["nll"] == line["nll"]
-    assert again.documents.counts.sum() == len(expected)
+    assert found.documents.counts.sum() == len(expected)
 
 
 def test_a_run_evaluates_what_every_source_holds_out(tmp_path: Path, config: Config, data: Path) -> None:
@@ -121,7 +119,7 @@ def test_the_loss_is_summed_by_the_document_that_holds_the_target(data: Path, co
     ends = np.flatnonzero(tokens == EOS)
     for position, nll, _ in literal(model, tokens, limit):
         expected.setdefault(int((ends < position).sum()), []).append(nll)  # the documents that ended before this target
-    found = measured(model, dataset, limit_tokens=limit, microbatch=microbatch)
+    found = measured(model, dataset, limit, microbatch=microbatch)
     sums, counts = found.documents.sums, found.documents.counts
     assert (sums.dtype, counts.dtype) == (np.float64, np.int64)
     assert list(expected) == list(range(len(sums))) and (limit is not None or len(sums) > 10)
@@ -137,9 +135,7 @@ def test_documents_of_one_token_and_documents_that_begin_where_a_batch_does(conf
     boundaries = np.cumsum([0, *lengths])
     tokens = np.arange(boundaries[-1]) % 290 + 4
     model = model_of(config())
-    found = evaluate(
-        model, tokens, context=16, limit_tokens=None, microbatch=2, device="cpu", precision="float32", boundaries=boundaries
-    )
+    found = evaluate(model, tokens, context=16, microbatch=2, device="cpu", precision="float32", boundaries=boundaries)
     assert found is not None and found.documents is not None
     assert found.documents.counts.tolist() == lengths[1:]
     losses = np.array([0.0, *(nll for _, nll, _ in literal(model, tokens, None))])
@@ -149,7 +145,7 @@ def test_documents_of_one_token_and_documents_that_begin_where_a_batch_does(conf
 def test_boundaries_and_markers_do_not_change_the_loss(data: Path, config: Config) -> None:
     dataset, model = TokenDataset.open(data), model_of(config())
     with_all = measured(model, dataset, markers=MARKERS)
-    plain = evaluate(model, dataset.tokens("validation"), context=16, limit_tokens=None, microbatch=7, device="cpu", precision="float32")
+    plain = evaluate(model, dataset.tokens("validation"), context=16, microbatch=7, device="cpu", precision="float32")
     assert plain is not None and plain.documents is None and list(plain.splits) == ["validation"]
     assert plain.splits["validation"]["nll"] == with_all.splits["validation"]["nll"]
 

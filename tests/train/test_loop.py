@@ -191,10 +191,10 @@ def test_an_evaluation_is_the_mean_token_loss_of_the_fixed_windows(config: Confi
     initialise(model, 0)
     tokens = TokenDataset.open(data).tokens("validation")
     measured = {
-        microbatch: evaluate(model, tokens, context=16, limit_tokens=None, microbatch=microbatch, device="cpu", precision="float32")
+        microbatch: evaluate(model, tokens, context=16, microbatch=microbatch, device="cpu", precision="float32")
         for microbatch in (1, 7)
     }
-    batches = [torch.from_numpy(one) for one in evaluation_windows(tokens, 16, None)]
+    batches = [torch.from_numpy(one) for one in evaluation_windows(tokens, 16)]
     assert (len(tokens) - 1) % 16, "the last window is a shorter one"
     model.double()
     with torch.no_grad():
@@ -224,6 +224,23 @@ def test_another_end_of_documents_than_that_of_the_data_is_refused(tmp_path: Pat
     end = TokenDataset.open(data).end
     with pytest.raises(RequestError, match=rf"model.document_end is {end + 1} and the documents in .* end with the token {end}; set that"):
         train(config(model={"document_end": end + 1}), tmp_path / "run", console=False)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "lacking", "says"),
+    [
+        ({"sequences": 100_000}, None, "less than a batch of 100000 sequences"),
+        ({}, "validation", "the split has 0 tokens, and an evaluation needs one"),
+    ],
+)
+def test_too_little_data_is_refused_before_the_folder_is_there(
+    changes: dict[str, int], lacking: str | None, says: str, tmp_path: Path, config: Config, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = TokenDataset.tokens
+    monkeypatch.setattr(TokenDataset, "tokens", lambda self, split: tokens(self, split)[: 0 if split == lacking else None])
+    with pytest.raises(RequestError, match=says):
+        train(config(**changes), tmp_path / "run", console=False)
     assert not (tmp_path / "run").exists()
 
 

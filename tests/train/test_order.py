@@ -58,12 +58,15 @@ def test_an_unfinished_run_of_another_order_is_refused(
     assert train(config(), tmp_path / "same", console=False)["nll"] == train(config(), tmp_path / "whole", console=False)["nll"]
 
 
-def test_a_run_that_reads_no_more_batches_can_still_be_evaluated(tmp_path: Path, config: Config) -> None:
-    nll = train(config(steps=3), tmp_path, console=False)["nll"]
+@pytest.mark.parametrize("order", [None, "feistel-0"])
+def test_a_run_that_reads_no_more_batches_can_still_be_evaluated(order: str | None, tmp_path: Path, config: Config) -> None:
+    result = train(config(steps=3), tmp_path, console=False)
+    assert result["order"] == "feistel-1"
     for name in ("result.json", "evaluations.jsonl"):
         (tmp_path / name).unlink()
-    begun_by_another_version(tmp_path, None)
-    assert train(config(steps=3), tmp_path, console=False)["nll"] == nll
+    begun_by_another_version(tmp_path, order)
+    again = train(config(steps=3), tmp_path, console=False)
+    assert again["nll"] == result["nll"] and again["order"] == order  # that of its steps, not this version's
 
 
 def test_no_branch_starts_from_a_trunk_of_another_order(tmp_path: Path, config: Config) -> None:
