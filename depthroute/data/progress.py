@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from depthroute.common.duration import duration
+
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
@@ -33,7 +35,7 @@ class Progress:
         text = f"{self.doing}: {_size(self.done)} of {_size(self.total)} ({share:.0f} %)"
         if self.remaining is None:
             return text
-        return f"{text}, {_size(self.rate)}/s, {_duration(self.remaining)} left"
+        return f"{text}, {_size(self.rate)}/s, {duration(self.remaining)} left"
 
 
 def _size(count: float) -> str:
@@ -42,10 +44,3 @@ def _size(count: float) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count:.0f} B"
-
-
-def _duration(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{minutes} min" if minutes else f"{seconds:.0f} s"

@@ -137,12 +137,13 @@ class Shower:
         return [document for number in found for document in self.documents(split, number)]
 
     def _document(self, split: Split, number: int, ids: list[int], source: str | None) -> ShownDocument:
-        parts, speller = self._speller.pieces(ids), self._speller
-        tokens = (
-            Token(id=token, spelling=speller.spelling(token) if speller.special(token) else shown(part), bytes=len(part))
-            for token, part in zip(ids, parts, strict=True)
-        )
-        return ShownDocument(split=split, number=number, source=source, text=self._tokenizer.decode(ids), tokens=tuple(tokens))
+        pairs, speller = list(zip(ids, self._speller.pieces(ids), strict=True)), self._speller
+        known = {  # a long document has few different ones
+            (token, part): Token(id=token, spelling=speller.spelling(token) if speller.special(token) else shown(part), bytes=len(part))
+            for token, part in set(pairs)
+        }
+        tokens = tuple(known[pair] for pair in pairs)
+        return ShownDocument(split=split, number=number, source=source, text=self._tokenizer.decode(ids), tokens=tokens)
 
     def _source(self, ends: list[int], number: int) -> str | None:
         sources = self._data.manifest.sources

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from depthroute.common.config import from_json
+from depthroute.common.duration import duration
 from depthroute.common.processors import usable_processors
 from depthroute.study.budget import gigabytes, need_of, tensor_bytes
 from depthroute.study.compute import token_compute
@@ -16,7 +17,6 @@ from depthroute.study.plan import arm_entry
 from depthroute.study.split import flops_per_token, read_machine
 from depthroute.study.status import aligned
 from depthroute.train import RunConfig, branch_step
-from depthroute.train.console import duration
 
 
 @dataclass(frozen=True, kw_only=True)

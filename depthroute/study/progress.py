@@ -9,10 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from depthroute.common.duration import duration
 from depthroute.common.files import read_json
 from depthroute.study.live import tail_lines
 from depthroute.study.plan import Cell, cells, run_folder
-from depthroute.train.console import duration
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from depthroute.common.duration import duration
 from depthroute.study.budget import gigabytes
 from depthroute.study.live import CellLive, Live
-from depthroute.train.console import duration
 
 HEAD = ("arm", "seed", "state", "step", "loss", "validation", "tokens/s", "memory", "left", "")
 LEFT_ALIGNED = (0, 2, 9)

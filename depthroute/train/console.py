@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from depthroute.common.duration import duration
 from depthroute.common.files import explain_os_errors
 
 if TYPE_CHECKING:
@@ -87,13 +88,3 @@ class Console:
         )
         self._task = self._live.add_task(label, total=self._steps, completed=first_step, status="")
         self._live.start()
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a person says them: 42s, 3m 05s, 2h 07m."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60:02d}s"
-    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from depthroute.common.config import to_json
+from depthroute.common.duration import duration
 from depthroute.common.errors import FailureError, RequestError
 from depthroute.common.files import read_json
 from depthroute.data import HeldOut, TokenDataset, evaluation_windows
@@ -29,7 +30,7 @@ from depthroute.parallel.layout import Layout
 from depthroute.parallel.world import first, joined, started
 from depthroute.train import checkpoint
 from depthroute.train.config import RunConfig
-from depthroute.train.console import Console, duration
+from depthroute.train.console import Console
 from depthroute.train.devices import keep_freed_memory, peak_memory_bytes, resolve_device, resolve_precision
 from depthroute.train.environment import environment
 from depthroute.train.evaluation import Evaluation, evaluate

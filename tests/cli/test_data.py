@@ -124,16 +124,6 @@ def test_verify_prints_every_check_and_fails_where_one_does(directory: Path, cap
     assert "FAILS  train.bin" in capsys.readouterr().out
 
 
-BROKEN = """
-import os, sys
-from depthroute.cli.main import main
-reads, writes = os.pipe()
-os.close(reads)
-os.dup2(writes if sys.argv[2] == "pipe" else os.open("/dev/full", os.O_WRONLY), 1)
-sys.exit(main(["data", "verify", sys.argv[1]]))
-"""
-
-
 @pytest.mark.parametrize("stdout", ["pipe", "disk"])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_failed_verification_is_told_whatever_becomes_of_the_list(directory: Path, stdout: str, unbuffered: str) -> None:
@@ -141,7 +131,13 @@ def test_a_failed_verification_is_told_whatever_becomes_of_the_list(directory: P
         pytest.skip("no /dev/full")
     alter_manifest(directory, lambda manifest: manifest.update(bytes_per_token=1.5))
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-    found = subprocess.run([sys.executable, "-c", BROKEN, str(directory), stdout], env=environment, stderr=subprocess.PIPE, text=True)
+    code = "import sys; from depthroute.cli.main import main; sys.exit(main(['data', 'verify', sys.argv[1]]))"
+    reads, output = os.pipe() if stdout == "pipe" else (None, os.open("/dev/full", os.O_WRONLY))
+    if reads is not None:
+        os.close(reads)
+    with os.fdopen(output, "wb") as unread:
+        command = [sys.executable, "-c", code, str(directory)]
+        found = subprocess.run(command, env=environment, stdout=unread, stderr=subprocess.PIPE, text=True)
     assert found.returncode == 1
     assert found.stderr.startswith(f"depthroute data: {directory} is not what its manifest says. manifest: bytes_per_token is 1.5")
     assert found.stderr.count("\n") == 1

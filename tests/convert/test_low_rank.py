@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -376,6 +377,15 @@ def test_a_finished_run_is_evaluated_on_its_converted_weights(trained_run: Path,
     assert result["nll"] != expected["nll"] and result["nll"] == pytest.approx(expected["nll"], abs=1e-5)
     assert facts["cross_entropy"]["converted"] == pytest.approx(result["nll"], abs=1e-9)  # the same 64 tokens
     assert result["gradient_norm"] == expected["gradient_norm"] and result["training_seconds"] == expected["training_seconds"]
+
+
+def test_a_converted_run_names_the_order_of_batches_that_it_was_trained_in(trained_run: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(trained_run, tmp_path / "run")
+    found = checkpoint.latest(run)
+    assert found is not None
+    write_json(found / checkpoint.STATE, {**read_json(found / checkpoint.STATE), "order": "feistel-0"})
+    convert_low_rank(run, tmp_path / "out", tokens=64, evaluate=True)
+    assert read_json(tmp_path / "out" / "result.json")["order"] == "feistel-0"
 
 
 def test_the_commands_on_a_converted_run(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

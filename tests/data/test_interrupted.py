@@ -266,10 +266,10 @@ def test_progress_counts_the_bytes_of_the_input(write_jsonl: Writer, tmp_path: P
 def test_a_line_of_progress() -> None:
     moment = Progress(doing="tokenizing", done=3_000_000_000, total=9_000_000_000, found=1_000_000_000, seconds=1000.0)
     assert (moment.rate, moment.remaining) == (2_000_000.0, 3000.0)
-    assert str(moment) == "tokenizing: 3.0 GB of 9.0 GB (33 %), 2.0 MB/s, 50 min left"
+    assert str(moment) == "tokenizing: 3.0 GB of 9.0 GB (33 %), 2.0 MB/s, 50m 00s left"
     assert str(dataclasses.replace(moment, done=1_000_000_000)) == "tokenizing: 1.0 GB of 9.0 GB (11 %)"
-    assert str(dataclasses.replace(moment, total=30_000_000_000)).endswith(", 3 h 45 min left")
-    assert str(dataclasses.replace(moment, done=8_990_000_000)).endswith(", 1 s left")
+    assert str(dataclasses.replace(moment, total=30_000_000_000)).endswith(", 3h 45m left")
+    assert str(dataclasses.replace(moment, done=8_990_000_000)).endswith(", 1s left")
 
 
 @pytest.mark.usefixtures("small_groups")

@@ -51,7 +51,7 @@ def test_pieces_of_another_tokenizer_make_its_text(tmp_path: Path) -> None:
     pieces = Speller(made).pieces(ids)
     assert len(pieces) == len(ids) and b"".join(pieces).decode() == made.decode(ids) == TEXT
     # A character of several ids belongs to the last of them.
-    assert pieces[: 5] == [b"", b"g", b"r", b"", "ö".encode()]
+    assert pieces[:5] == [b"", b"g", b"r", b"", "ö".encode()]
     assert Speller(made).spelling(258) == "▁two"
 
 
@@ -113,7 +113,7 @@ def test_special_tokens_inside_a_document_are_named(tmp_path: Path) -> None:
     write(tmp_path / "data", {"a.jsonl": given}, made=ready, tokenizer="theirs.json")
     (document,) = Shower(tmp_path / "data").documents("train", 0)
     assert document.marked(colours=False) == "depth·[UNK]· depth·s·[SEP]"
-    assert [token.bytes for token in document.tokens] == [5, 0, 6, 1, 0]
+    assert [token.bytes for token in document.tokens] == [5, 0, 6, 1, 0] and document.text == "depth depths"
 
 
 def test_what_has_no_shape_is_made_visible() -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from depthroute.common.duration import duration
 from depthroute.train import RunConfig, train
 from depthroute.train import console as consoles
-from depthroute.train.console import Console, duration
+from depthroute.train.console import Console
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.4, "59s"), (59.6, "1m 00s"), (185, "3m 05s"), (7620, "2h 07m")])
