@@ -17,6 +17,7 @@ from depthroute.study.plan import HISTORY, arm_entry, differences, milestones, r
 from depthroute.study.statistics import paired
 
 OTHER_DATA = "a and b have different data fingerprints: their losses are of different tokens, and a gap says nothing about the models."
+OTHER_ORDER = "a and b read their batches in different orders, by different versions: the losses of a step are of different tokens."
 OTHER_VOCABULARY = "a and b have different vocabularies: a loss per token is then of different units of text."
 
 
@@ -51,7 +52,7 @@ def compare_runs(a: Path, b: Path) -> dict[str, Any]:
         "kind": "runs",
         "a": str(a),
         "b": str(b),
-        "notes": _run_notes(*configs),
+        "notes": _run_notes(*configs) + _order_notes(a, b),
         "config": [{"field": field, "a": one, "b": other} for field, one, other in _config_differences(*configs)],
         "steps": {"a": max(losses[0], default=0), "b": max(losses[1], default=0), "common": len(common)},
         "first_difference": None if first is None else {"step": first, "a": losses[0][first], "b": losses[1][first]},
@@ -117,6 +118,12 @@ def _run_notes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     notes = [OTHER_DATA] if a.get("data_fingerprint") != b.get("data_fingerprint") else []
     sizes = [config.get("model", {}).get("vocabulary") for config in (a, b)]
     return notes + ([OTHER_VOCABULARY] if sizes[0] != sizes[1] else [])
+
+
+def _order_notes(a: Path, b: Path) -> list[str]:
+    paths = [path / "result.json" for path in (a, b)]
+    orders = [read_json(path).get("order") for path in paths if path.is_file()]
+    return [OTHER_ORDER] if len(orders) == 2 and orders[0] != orders[1] else []
 
 
 def _common_evaluations(a: Path, b: Path) -> list[dict[str, Any]]:

@@ -95,6 +95,13 @@ def test_other_data_is_said_to_forbid_the_gap(tmp_path: Path) -> None:
     assert "different data fingerprints" in found["notes"][0] and "different vocabularies" in found["notes"][1]
 
 
+def test_another_order_of_batches_is_said(tmp_path: Path) -> None:
+    a, b = (write_run(tmp_path / name, {1: 5.0}, nll={1: 4.0}, end=4.0) for name in "ab")
+    assert compare(a, b)["notes"] == []
+    write_json(b / "result.json", {**read_json(b / "result.json"), "order": "feistel-1"})
+    assert "read their batches in different orders" in compare(a, b)["notes"][0]
+
+
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {1: 5.0}, nll={})
     write_json(tmp_path / "study" / "plan.json", {})
