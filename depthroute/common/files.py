@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from depthroute.common.errors import FailureError, RequestError
 
@@ -135,14 +135,15 @@ def waiting_lock(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write `data` to `path` so that a reader, or a crash at any moment, sees the old file or the new one."""
+@contextmanager
+def replaced(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that becomes `path` when the context ends well: a reader, or a crash at any moment, sees the old file or the new."""
     with explain_os_errors(path, "writing"):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(data)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.chmod(name, 0o644)  # mkstemp makes private files; these are meant to be read
@@ -150,6 +151,12 @@ def write_bytes(path: Path, data: bytes) -> None:
         except BaseException:
             Path(name).unlink(missing_ok=True)
             raise
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write `data` to `path`, atomically (`replaced`)."""
+    with replaced(path) as file:
+        file.write(data)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -8,7 +8,6 @@ the bytes of the words. Equal texts give equal counts, whatever their order and 
 from __future__ import annotations
 
 import heapq
-import os
 import re
 import tempfile
 from collections import Counter
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from depthroute.common.errors import FailureError, RequestError
-from depthroute.common.files import explain_os_errors
+from depthroute.common.files import explain_os_errors, replaced
 
 WORDS = 1_000_000
 """As many words are trained from, the most frequent ones: it holds the training below 1 GB. In text, those beyond it occur a few times."""
@@ -236,15 +235,5 @@ def _merged(paths: Sequence[Path]) -> Iterator[tuple[bytes, int]]:
 
 
 def _write(path: Path, lines: Iterable[bytes]) -> None:
-    with explain_os_errors(path, "writing"):
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.writelines(lines)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(name, 0o644)  # mkstemp makes private files; these are meant to be read
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+    with replaced(path) as file:
+        file.writelines(lines)
