@@ -90,8 +90,7 @@ def test_what_is_done_is_not_done_again(write_jsonl: Writer, tmp_path: Path, mon
     assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_sigkill_at_any_moment(workers: str, write_jsonl: Writer, tmp_path: Path) -> None:
     """All processes at once, at random moments, until it comes to its end."""
     settings = config(write_jsonl(300))
