@@ -266,7 +266,8 @@ def repeated(base: Path, folder: Path, size: float) -> Path:
 def _described(base: Path, folder: Path, *, documents: int, tokens: int, hashes: bool) -> Path:
     """Take everything but the training split from another folder, and write a manifest."""
     old: Manifest = read_manifest(base)
-    splits = dataclasses.replace(old.splits, train=dataclasses.replace(old.splits.train, documents=documents, tokens=tokens))
+    size = round(tokens * old.bytes_per_token)
+    splits = dataclasses.replace(old.splits, train=dataclasses.replace(old.splits.train, documents=documents, tokens=tokens, bytes=size))
     files = []
     for known in old.files:
         path = folder / known.name
@@ -274,7 +275,8 @@ def _described(base: Path, folder: Path, *, documents: int, tokens: int, hashes:
             path.symlink_to(base / known.name)
         files.append(file_facts(path) if hashes else dataclasses.replace(known, bytes=path.stat().st_size))
     sources = tuple(dataclasses.replace(source, splits=splits) for source in old.sources)  # of which there is one
-    dataclasses.replace(old, splits=splits, sources=sources, files=tuple(files)).write(folder)
+    found = dataclasses.replace(old, splits=splits, sources=sources, files=tuple(files), bytes_per_token=size / tokens)
+    found.write(folder)
     return folder
 
 
