@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from depthroute.common.errors import RequestError
-from depthroute.data.manifest import Manifest, read_manifest
+from depthroute.data.manifest import TOKENIZER, Manifest, read_manifest
 from depthroute.data.order import BatchOrder, Stretch
 from depthroute.data.shards import DTYPES, INDEX_DTYPE, check_files, index_file, read_array, token_file
 from depthroute.data.shares import shares
@@ -80,7 +80,7 @@ class TokenDataset:
 
     def tokenizer(self) -> TextTokenizer:
         ready = self.manifest.prepare.tokenizer is not None
-        return load_tokenizer(self.directory / "tokenizer.json", end=self.end if ready else None, begin=self.begin)
+        return load_tokenizer(self.directory / TOKENIZER, end=self.end if ready else None, begin=self.begin)
 
     def order(self, context: int, sequences: int, seed: int) -> BatchOrder:
         """The order of training: over all sources by their weights, or over the whole split where they have none.

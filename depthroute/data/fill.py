@@ -24,6 +24,7 @@ from depthroute.data.groups import groups_of, names_of, stamps
 from depthroute.data.journal import NOTHING, Done, Journal, Seen
 from depthroute.data.manifest import (
     FORMAT,
+    TOKENIZER,
     CorpusFacts,
     FileFacts,
     Manifest,
@@ -45,7 +46,6 @@ from depthroute.data.workers import Job, Result, run_jobs
 
 Report = Callable[[str], None]
 ShowProgress = Callable[[Progress], None]
-TOKENIZER = "tokenizer.json"
 SOURCE = "source.json"
 """The stamps of the sources, which show the next call that nothing has changed."""
 LISTED = 2**14

@@ -17,6 +17,7 @@ from depthroute.data.split import SPLITS, Split
 from depthroute.data.tokenizer import EOS
 
 MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
 FORMAT = 1
 IDS = ".ids.bin"
 

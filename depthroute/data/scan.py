@@ -16,11 +16,10 @@ import numpy as np
 
 from depthroute.common.config import to_json
 from depthroute.common.errors import FailureError
-from depthroute.data.manifest import MANIFEST, Manifest
+from depthroute.data.manifest import MANIFEST, TOKENIZER, Manifest
 from depthroute.data.shards import read_array
 from depthroute.data.split import Split
 
-TOKENIZER = "tokenizer.json"
 CHUNK_BYTES = 2**22
 CHUNK_ITEMS = 2**20
 

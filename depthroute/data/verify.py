@@ -14,9 +14,9 @@ import numpy as np
 from depthroute.common.errors import DepthrouteError, FailureError, RequestError
 from depthroute.common.processors import usable_processors
 from depthroute.data.dataset import TokenDataset
-from depthroute.data.manifest import FileFacts, Manifest, read_manifest
+from depthroute.data.manifest import TOKENIZER, FileFacts, Manifest, read_manifest
 from depthroute.data.progress import Progress
-from depthroute.data.scan import TOKENIZER, TokenScan, index_fault, manifest_faults, outside, read_hashed
+from depthroute.data.scan import TokenScan, index_fault, manifest_faults, outside, read_hashed
 from depthroute.data.shards import DTYPES, IDS_DTYPE, INDEX_DTYPE, dtype_for, ids_file, index_file, read_array, token_file
 from depthroute.data.split import HASH_RANGE, SPLITS, Split, threshold
 from depthroute.data.tokenizer import TextTokenizer

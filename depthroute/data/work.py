@@ -27,12 +27,13 @@ from depthroute.data.multi_hop import MULTI_HOP, MultiHopCorpus
 from depthroute.data.readers import open_source
 from depthroute.data.shards import DTYPES, dtype_for
 from depthroute.data.split import HASH_RANGE, SPLITS, DocumentSplit
+from depthroute.data.text_tokenizer import BATCH_CHARACTERS
 from depthroute.data.tokenizer import TextTokenizer, load_tokenizer
 from depthroute.data.train_tokenizer import train_from_counts
 from depthroute.data.word_counts import WORDS, WordCounter, most_frequent
 from depthroute.data.workers import Job, Result
 
-BATCH_DOCUMENTS, BATCH_CHARACTERS = 256, 2**20
+BATCH_DOCUMENTS = 256
 DOCUMENT_ROW = np.dtype([("split", "u1"), ("tokens", "<i8"), ("bytes", "<i8"), ("id", "<u8"), ("digest", "V32")])
 """What is known of a document beside its tokens: the index of its split, their number, the bytes of its text, the hash of its id that
 decides the split, and `document_digest`."""

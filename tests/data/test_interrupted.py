@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from depthroute.common.config import from_json
 from depthroute.data import PrepareConfig, fill, groups, prepare, rows
 rows.PART_BYTES = groups.GROUP_BYTES = 4096
 fill.JOURNAL_SECONDS = fill.PROGRESS_SECONDS = 0
-prepare(from_json(PrepareConfig, json.loads(sys.argv[1])), Path(sys.argv[2]), workers=int(sys.argv[3]), progress=print)
+settings, show = from_json(PrepareConfig, json.loads(sys.argv[1])), lambda moment: print(moment, flush=True)
+prepare(settings, Path(sys.argv[2]), workers=int(sys.argv[3]), progress=show)
 """
 
 
@@ -90,7 +92,7 @@ def test_what_is_done_is_not_done_again(write_jsonl: Writer, tmp_path: Path, mon
     assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", ["1", "2"])
 def test_sigkill_at_any_moment(workers: str, write_jsonl: Writer, tmp_path: Path) -> None:
     """All processes at once, at random moments, until it comes to its end."""
     settings = config(write_jsonl(300))
@@ -99,13 +101,15 @@ def test_sigkill_at_any_moment(workers: str, write_jsonl: Writer, tmp_path: Path
     while True:
         with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
-            process.stdout.readline()  # it has begun, or is at its end
-            time.sleep(moments.random() * 0.4)
-            if process.poll() == 0:
+            for _ in range(moments.randint(5, 15)):  # so many groups are done, or it is at its end
+                process.stdout.readline()
+            time.sleep(moments.random() * 0.01)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if process.wait() == 0:
                 break
-            os.killpg(process.pid, signal.SIGKILL)
-            kills += process.wait() == -signal.SIGKILL
-    assert kills > 1
+            kills += 1
+    assert kills > 0
     prepare(settings, tmp_path / "whole")
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 

@@ -25,7 +25,8 @@ from depthroute.data import (
     prepare,
     read_manifest,
 )
-from depthroute.data.work import BATCH_CHARACTERS, BATCH_DOCUMENTS, Placed, _batches
+from depthroute.data.text_tokenizer import BATCH_CHARACTERS
+from depthroute.data.work import BATCH_DOCUMENTS, Placed, _batches
 from tests.data.preparation import Writer, config, documents_of
 
 
