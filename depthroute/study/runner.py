@@ -21,6 +21,7 @@ from depthroute.study.executors import Ended, Executor, Job, LocalExecutor
 from depthroute.study.plan import Cell, cells, read_plan, run_folder, write_plan
 from depthroute.study.progress import Progress, last_step
 from depthroute.study.split import with_threads
+from depthroute.train.interruption import Interruption
 from depthroute.train.sinks import check_sinks
 
 POLL_SECONDS = 0.1
@@ -64,7 +65,7 @@ def run_study(
         RequestError: the study is refused (see `write_plan`), another process runs it, `workers` is not allowed, a cell needs more memory
             than there is, or cells are whole whose batches came in another order than those of the next ones would.
         FailureError: the plan that is there was changed after it was written.
-        KeyboardInterrupt: Ctrl-C; the cells in progress have then written a checkpoint. A second one ends them at once.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; the cells in progress have then written a checkpoint. A second one ends them at once.
     """
     if workers is not None and workers < 1:
         raise RequestError(f"workers = {workers} is not allowed; it takes 1 or more.")
@@ -88,7 +89,8 @@ def run_study(
         progress = stack.enter_context(Progress(plan, directory, visible=console))
         run = _Run(directory, plan, made, progress, number, sinks, budget if made.shares_machine else None)
         try:
-            return run.complete()
+            with Interruption() as interruption:
+                return run.complete(interruption)
         except KeyboardInterrupt:
             progress.say("Stopping: the cells in progress write a checkpoint. Ctrl-C again ends them at once.")
             run.stop()
@@ -176,14 +178,16 @@ class _Run:
         self.running: list[Job] = []
         self.began_at: dict[Cell, int] = {}
 
-    def complete(self) -> dict[str, Any]:
-        """Run what waits; the statistics at the end."""
+    def complete(self, interruption: Interruption) -> dict[str, Any]:
+        """Run what waits; the statistics at the end. KeyboardInterrupt, between two rounds, where a stop was requested meanwhile."""
         for job in self.executor.left():
             self._follow(job)
         for job in self.running:
             self.progress.say(f"{job.cell[0]} seed {job.cell[1]} is still being trained by a job of an earlier start; waiting for it")
         statistics = write_statistics(self.directory, self.failures)
         while self.waiting or self.running:
+            if interruption.requested:  # here, where every process that was started is known
+                raise KeyboardInterrupt
             changed = self._start_what_can()
             if self.running:
                 time.sleep(POLL_SECONDS)
@@ -195,14 +199,13 @@ class _Run:
 
     def stop(self) -> None:
         """Ask every job to write a checkpoint and end, and wait for it. Another Ctrl-C meanwhile kills them."""
-        try:
+        with Interruption() as again:
             for job in self.running:
                 job.stop()
-            self._wait()
-        except KeyboardInterrupt:
+            self._wait(lambda: again.requested)
             for job in self.running:
                 job.kill()
-            self._wait()
+            self._wait(lambda: False)
         write_statistics(self.directory, self.failures)
 
     def _start_what_can(self) -> bool:
@@ -267,8 +270,8 @@ class _Run:
         self.failures[cell] = reason
         self.progress.ended(cell, reason)
 
-    def _wait(self) -> None:
-        while self.running:
+    def _wait(self, enough: Callable[[], bool]) -> None:
+        while self.running and not enough():
             self.running = [job for job in self.running if job.poll() is None]
             time.sleep(POLL_SECONDS if self.running else 0)
 

@@ -1,7 +1,7 @@
 """Stands in for depthroute.study.worker: `python fake_worker.py STUDY ARM SEED` writes a run folder in milliseconds.
 
 `STUDY/behaviour.json` maps "ARM/SEED" to what goes wrong: "refuse", "traceback", "kill", "silent", "unanalysed", "sleep" (until its input
-closes) or "meet" (until another one has started).
+closes), "deaf" (sleeps on when it does) or "meet" (until another one has started).
 """
 
 from __future__ import annotations
@@ -61,6 +61,9 @@ def main(study: Path, arm: str, seed: int) -> int:
         time.sleep(0.2)
         (study / "runs" / arm / f"seed-{seed}" / "checkpoint").write_text("written on the way out")
         return 130
+    if behaviour == "deaf":
+        time.sleep(20)
+        return 4
     if behaviour == "meet":
         deadline = time.monotonic() + 10
         while len((study / "started.txt").read_text().splitlines()) < 2:

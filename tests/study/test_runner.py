@@ -10,15 +10,17 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from depthroute.common.errors import RequestError
 from depthroute.common.files import read_json, write_json
+from depthroute.study.budget import Need
 from depthroute.study.collect import collect
-from depthroute.study.plan import Arm, Study
+from depthroute.study.executors import Job, LocalExecutor
+from depthroute.study.plan import Arm, Cell, Study
 from depthroute.study.runner import plan_study, run_study
 
 pytestmark = pytest.mark.usefixtures("fake_worker")
@@ -95,6 +97,46 @@ def test_ctrl_c_lets_the_cells_write_a_checkpoint_and_the_study_goes_on_later(
     assert reasons == ["stopped after step 3; run the study again to go on."] * 2 + ["not started."] * 2
     behaviour.unlink()
     assert run_study(study, tmp_path, console=False)["missing"] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_waits_until_the_process_that_is_being_started_is_known(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    (tmp_path / "behaviour.json").write_text(json.dumps({"plain/7": "sleep", "block/7": "sleep"}))
+    start = LocalExecutor.start
+
+    def interrupted(self: LocalExecutor, cell: Cell, command: Sequence[str], need: Need) -> Job:
+        job = start(self, cell, command, need)
+        wait_for(lambda: (tmp_path / "runs" / cell[0] / f"seed-{cell[1]}" / "evaluations.jsonl").exists())
+        if cell == ("block", 7):
+            signal.raise_signal(number)
+        return job
+
+    monkeypatch.setattr(LocalExecutor, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_study(study, tmp_path, workers=2, console=False)
+    assert started(tmp_path) == ["plain/7", "block/7"]
+    assert len(list(tmp_path.glob("runs/*/seed-7/checkpoint"))) == 2
+
+
+def test_a_second_ctrl_c_ends_what_does_not_listen(study: Study, tmp_path: Path) -> None:
+    (tmp_path / "behaviour.json").write_text(json.dumps({"plain/7": "deaf", "block/7": "sleep"}))
+
+    def interrupt() -> None:
+        try:
+            wait_for(lambda: len(started(tmp_path)) == 2)
+            os.kill(os.getpid(), signal.SIGINT)
+            wait_for(lambda: (tmp_path / "runs/block/seed-7/checkpoint").exists())
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        run_study(study, tmp_path, workers=2, console=False)
+    [deaf] = [int(line.split()[1]) for line in (tmp_path / "started.txt").read_text().splitlines() if line.startswith("plain/7 ")]
+    with pytest.raises(ProcessLookupError):
+        os.kill(deaf, 0)
 
 
 def test_two_workers_train_at_the_same_time(study: Study, tmp_path: Path) -> None:
