@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from depthroute.common.errors import DepthrouteError, FailureError, RequestError
+from depthroute.common.processors import usable_processors
 from depthroute.data import json_lines, parquet, rows
 from depthroute.data.config import HUB, Source
 from depthroute.data.corpus import Document, Part
 from depthroute.data.hub import HubCorpus
+from depthroute.data.packed import Lines
 from depthroute.data.rows import BadRow, BadRows, Row, to_documents
 from depthroute.data.schemas import DEFAULT_TEXT
 
@@ -41,6 +44,7 @@ class FileCorpus:
         self._source, self._text_column, self._id_column, self._bad_rows = source, text_column, id_column, bad_rows
         self.name = source.resolve().name
         self.missing: tuple[str, ...] = ()
+        self._lines: Lines | None = None
 
     @property
     def contents(self) -> tuple[str, ...]:
@@ -49,8 +53,9 @@ class FileCorpus:
         return names if len(names) <= NAMED_FILES else (f"{len(names)} files",)
 
     def parts(self, skipped: Counter[str]) -> Sequence[Part]:
-        """Of parquet files ranges of row groups, of plain JSON lines ranges of bytes, of others the whole files. Files of other kinds are
-        counted in `skipped`. `Part.columns` are the columns of the text and the id, None for text files.
+        """Of parquet files ranges of row groups, of JSON lines ranges of bytes, of text files the whole. Compressed files are read through
+        once for it. Files of other kinds are counted in `skipped`. `Part.columns` are the columns of the text and the id, None for text
+        files.
 
         Raises:
             RequestError: the source does not exist, is of another kind, or is a folder without a file of these kinds; a file may not be
@@ -60,11 +65,9 @@ class FileCorpus:
         files, others = self._found
         skipped.update(others)
         found: list[Part] = []
-        for path in files:
-            try:
-                found += self._plan(path)
-            except OSError as error:
-                raise _unreadable(path, error) from error
+        with ThreadPoolExecutor(usable_processors()) as pool:  # unpacking leaves the interpreter free
+            for parts in pool.map(self._plan, files):
+                found += parts
         return found
 
     def documents(self, part: Part, skipped: Counter[str]) -> Iterator[Document]:
@@ -76,10 +79,8 @@ class FileCorpus:
                 from 1.
         """
         path = self._source / part.name if self._source.is_dir() else self._source
-        json_kind = _kind(path) in (".jsonl", ".jsonl.gz", ".jsonl.zst")
-        name_row = (lambda position: json_lines.name_row(path, position)) if json_kind else (lambda position: f"{path} row {position + 1}")
         try:
-            found = json_lines.read(path, part) if json_kind else _text_row(path) if _kind(path) == ".txt" else parquet.read(path, part)
+            found, name_row = self._rows(path, part)
             yield from to_documents(found, name_row, part.columns or (DEFAULT_TEXT, None), self._bad_rows, skipped)
         except OSError as error:
             raise _unreadable(path, error) from error
@@ -96,12 +97,28 @@ class FileCorpus:
     def _relative(self, path: Path) -> str:
         return path.name if path == self._source else path.relative_to(self._source).as_posix()
 
+    def _rows(self, path: Path, part: Part) -> tuple[Iterator[Row | BadRow], Callable[[int], str]]:
+        """The rows of a part, and from their positions to "FILE row N"."""
+        kind = _kind(path)
+        if kind in (".parquet", ".txt"):
+            found = parquet.read(path, part) if kind == ".parquet" else _text_row(path)
+            return found, lambda position: f"{path} row {position + 1}"
+        if self._lines is None or self._lines.path != path:
+            self._lines = Lines(path)
+        return json_lines.read(self._lines, part), partial(json_lines.name_row, self._lines)
+
     def _plan(self, path: Path) -> list[Part]:
+        try:
+            return self._parts(path)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+
+    def _parts(self, path: Path) -> list[Part]:
         name, kind, size = self._relative(path), _kind(path), _status(path).st_size
         if kind == ".parquet":
             return parquet.plan(path, name, self._text_column, self._id_column)
         if kind != ".txt":
-            return json_lines.plan(path, name, self._text_column, self._id_column, self._bad_rows)
+            return json_lines.plan(Lines(path), name, self._text_column, self._id_column, self._bad_rows)
         if self._id_column is not None:
             raise RequestError(f"{path} is a text file and has no column {self._id_column!r}; leave id_column out.")
         path.open("rb").close()  # may it be read?

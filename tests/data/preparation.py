@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import os
 import subprocess
@@ -12,14 +13,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pytest
+
 from depthroute.data import Corpus, Document, FileCorpus, PrepareConfig
 
 Writer = Callable[..., Path]
+LINE_KINDS = pytest.mark.parametrize("name", ["d.jsonl", "d.jsonl.gz", "d.jsonl.zst"])
 
 
 def config(source: Path, **changes: Any) -> PrepareConfig:
     settings: dict[str, Any] = {"id_column": "id", "vocabulary": 300, "validation_share": 0.1, "test_share": 0.05}
     return PrepareConfig.of(str(source), **(settings | changes))
+
+
+def packed(path: Path, lines: bytes) -> Path:
+    """The file, compressed as its name says."""
+    made = {".gz": gzip.compress, ".zst": lambda data: pyarrow.compress(data, codec="zstd", asbytes=True)}.get(path.suffix, bytes)
+    path.write_bytes(made(lines))
+    return path
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import random
+import re
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from depthroute.common.errors import DepthrouteError, FailureError, RequestError
 from depthroute.data import Document, FileCorpus, rows
+from tests.data.preparation import LINE_KINDS, packed
 
 NOT_UTF8 = b"caf\xe9"
 
@@ -47,13 +48,6 @@ def plan_refusal(path: Path, kind: type[DepthrouteError], **options: Any) -> str
     return str(caught.value)
 
 
-def packed(path: Path, lines: bytes) -> Path:
-    made = {".gz": gzip.compress, ".zst": lambda data: pa.compress(data, codec="zstd", asbytes=True)}.get(path.suffix, bytes)
-    path.write_bytes(made(lines))
-    return path
-
-
-LINE_KINDS = pytest.mark.parametrize("name", ["d.jsonl", "d.jsonl.gz", "d.jsonl.zst"])
 BAD_LINES = (
     (b'{"text": "caf\xe9", "id": "x"}', FailureError, "is not valid UTF-8 (byte 0xe9)", "rows that are not UTF-8"),
     (b"\0\0\0", FailureError, "is not valid JSON", "rows that are not JSON"),
@@ -131,18 +125,20 @@ def test_the_lost_rest_of_a_file_is_never_skipped(name: str, tmp_path: Path) -> 
     path = packed(tmp_path / name, b"".join(lines))
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    found: list[Document] = []
-    with pytest.raises(FailureError, match=rf"{name} is not a whole g?z\w+ file: reading stopped after row (\d+) ") as caught:
-        found.extend(stream(path, Counter(), bad_rows="skip"))
-    found = []
-    documents = stream(path, Counter(), bad_rows="skip")
-    with pytest.raises(FailureError):
-        for document in documents:
-            found.append(document)
-    assert f"after row {len(found)} " in str(caught.value)
-    assert 0 < len(found) < 3000
+    message = plan_refusal(path, FailureError, bad_rows="skip")
+    found = re.search(rf"{name} is not a whole g?z\w+ file: reading stopped after row (\d+) ", message)
+    assert found is not None and 0 < int(found[1]) < 3000
     path.write_bytes(whole + b"rubbish")
-    assert "reading stopped after row" in refusal(path, FailureError, bad_rows="skip")
+    assert "reading stopped after row 39" in plan_refusal(path, FailureError, bad_rows="skip")
+    # and a file that is damaged after it was found whole
+    path.write_bytes(whole)
+    corpus = FileCorpus(path, bad_rows="skip")
+    (part,) = corpus.parts(Counter())
+    path.write_bytes(whole[: len(whole) // 2])
+    read: list[Document] = []
+    with pytest.raises(FailureError, match=rf"{name} is not a whole g?z\w+ file: reading stopped after byte \d+ ") as error:
+        read.extend(corpus.documents(part, Counter()))
+    assert f"after byte {sum(map(len, lines[: len(read)]))} " in str(error.value)
 
 
 def test_damaged_pages_of_parquet_are_never_skipped(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from depthroute.common.errors import FailureError, RequestError
 from depthroute.data import PrepareConfig, Progress, Source, TokenDataset, fill, groups, prepare, rows
 from depthroute.data.journal import Journal
 from depthroute.data.workers import run_jobs
-from tests.data.preparation import Writer, config, contents
+from tests.data.preparation import Writer, config, contents, packed
 
 DRIVER = """
 import json, sys
@@ -70,9 +70,11 @@ def test_the_cut_into_groups_and_the_processes_change_nothing(
 
 
 @pytest.mark.usefixtures("small_groups")
-def test_what_is_done_is_not_done_again(write_jsonl: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_what_is_done_is_not_done_again(suffix: str, write_jsonl: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in the first pass nor in the second: a call that is stopped after every third group needs no group twice."""
-    settings = config(write_jsonl(120))
+    lines = write_jsonl(120)
+    settings = config(packed(lines.with_name(lines.name + suffix), lines.read_bytes()))
     prepare(settings, tmp_path / "whole", workers=1)
     jobs: list[tuple[str, Any]] = []
     work = fill.work
@@ -95,7 +97,8 @@ def test_what_is_done_is_not_done_again(write_jsonl: Writer, tmp_path: Path, mon
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_sigkill_at_any_moment(workers: str, write_jsonl: Writer, tmp_path: Path) -> None:
     """All processes at once, at random moments, until it comes to its end."""
-    settings = config(write_jsonl(300))
+    lines = write_jsonl(300)
+    settings = config(packed(lines.with_name("d.jsonl.gz"), lines.read_bytes()))
     command = [sys.executable, "-c", DRIVER, json.dumps(dataclasses.asdict(settings)), str(tmp_path / "killed"), workers]
     moments, kills = random.Random(1), 0
     while True:

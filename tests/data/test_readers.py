@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,9 @@ import pytest
 from depthroute.common.errors import DepthrouteError, FailureError, RequestError
 from depthroute.data import Document, FileCorpus, Source, parquet, rows
 from depthroute.data.hub import HubCorpus
+from depthroute.data.packed import Lines
 from depthroute.data.readers import open_source
+from tests.data.preparation import LINE_KINDS, packed
 
 ROWS = [{"id": "a", "text": "First, with ∑."}, {"id": "b", "text": "Second\r\nwith two lines."}, {"id": "c", "text": "Third."}]
 EXPECTED = [Document(row["id"], row["text"]) for row in ROWS]
@@ -25,12 +28,8 @@ def write(path: Path, rows: Sequence[Any] = ROWS) -> Path:
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(list(rows)), path, row_group_size=2)
-    elif path.suffix == ".gz":
-        path.write_bytes(gzip.compress(lines))
-    elif path.suffix == ".zst":
-        path.write_bytes(pa.compress(lines, codec="zstd", asbytes=True))
     else:
-        path.write_bytes(lines)
+        packed(path, lines)
     return path
 
 
@@ -145,7 +144,7 @@ def test_a_missing_column_is_refused_with_the_nearest(name: str, where: str, opt
     assert f"{where}: {option}: unknown column {wrong!r}; perhaps you meant {nearest!r}. Allowed: ident, text, texts." in message
 
 
-@pytest.mark.parametrize("name", ["d.jsonl", "d.jsonl.gz", "d.jsonl.zst"])
+@LINE_KINDS
 def test_a_value_that_is_not_text_is_refused(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / name, [{"text": 3, "id": 1.5}])
     assert "row 1: column 'text' must hold text, not 3" in refusal(path, RequestError)
@@ -222,12 +221,15 @@ LINES = (
 )
 
 
+@LINE_KINDS
 @pytest.mark.parametrize("part_bytes", [1, 2, 7, 40, 10**6])
-def test_documents_do_not_depend_on_the_cut_of_a_file_of_lines(part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_do_not_depend_on_the_cut_of_a_file_of_lines(
+    part_bytes: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rows, "PART_BYTES", part_bytes)
-    path = tmp_path / "d.jsonl"
+    path = tmp_path / name
     for lines in (LINES, LINES + b"\n", LINES + b"\r\n\r\n"):
-        path.write_bytes(lines)
+        packed(path, lines)
         assert len(FileCorpus(path).parts(Counter())) == -(-len(lines) // part_bytes)
         assert read(path, id_column="id") == [
             Document("1", "one é"),
@@ -237,11 +239,50 @@ def test_documents_do_not_depend_on_the_cut_of_a_file_of_lines(part_bytes: int, 
         ]
 
 
+@LINE_KINDS
+def test_the_parts_of_a_file_of_lines_are_read_in_any_order_and_in_order_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second part too, as each of two workers may get them."""
+    monkeypatch.setattr(rows, "PART_BYTES", 500)
+    given = [{"text": f"{i} " + "word " * (i % 7 * 40)} for i in range(60)]
+    path = write(tmp_path / name, given)
+    parts = FileCorpus(path).parts(Counter())
+    assert len(parts) > 50
+
+    opened, unpack = [], Lines._unpack
+    monkeypatch.setattr(Lines, "_unpack", lambda self: (opened.append(self.path), unpack(self))[1])
+
+    def of_parts(order: Sequence[int], corpus: FileCorpus) -> list[str]:
+        texts = {number: [document.text for document in corpus.documents(parts[number], Counter())] for number in order}
+        return [text for number in sorted(texts) for text in texts[number]]
+
+    expected = [row["text"] for row in given]
+    numbers = range(len(parts))
+    for order in (numbers, numbers[::2], numbers[1::2], numbers[::7]):
+        opened.clear()
+        found = of_parts(order, FileCorpus(path))
+        assert opened == [path] and (found == expected or order != numbers)
+    one = FileCorpus(path)
+    assert of_parts(numbers[::-1], one) == of_parts(random.Random(0).sample(numbers, len(numbers)), one) == expected
+    halves = FileCorpus(path), FileCorpus(path)
+    assert sorted(of_parts(numbers[::2], halves[0]) + of_parts(numbers[1::2], halves[1])) == sorted(expected)
+    # one that is left in the middle spoils none of the others
+    next(one.documents(parts[0], Counter()))
+    assert of_parts(numbers, one) == expected
+
+
+@LINE_KINDS
 @pytest.mark.parametrize("part_bytes", [1, 30, 10**6])
-def test_rows_are_counted_in_the_whole_file(part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_counted_in_the_whole_file(part_bytes: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "PART_BYTES", part_bytes)
-    (tmp_path / "d.jsonl").write_bytes(LINES + b"\nnot JSON\n")
-    assert "d.jsonl row 8 is not valid JSON" in refusal(tmp_path / "d.jsonl", FailureError)
+    packed(tmp_path / name, LINES + b"\nnot JSON\n")
+    assert f"{name} row 8 is not valid JSON" in refusal(tmp_path / name, FailureError)
+
+
+@pytest.mark.parametrize("part_bytes", [1, 30, 10**6])
+def test_rows_are_counted_in_the_whole_parquet_file(part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "PART_BYTES", part_bytes)
     not_text = pa.array([b"1", b"2", b"3", b"4", b"caf\xe9"]).view(pa.string())
     pq.write_table(pa.table({"text": not_text}), tmp_path / "d.parquet", row_group_size=2)
     assert "d.parquet row 5 is not valid UTF-8" in refusal(tmp_path / "d.parquet", FailureError)
