@@ -13,9 +13,13 @@ from depthroute.data.packed import Lines
 from depthroute.data.rows import BadRow, BadRows, Row
 from depthroute.data.schemas import DEFAULT_TEXT, path_of, resolve, value_at
 
+PACKED = 8
+"""Whoever reads a part of a compressed file has to unpack what is before it as well: with larger parts fewer processes do that."""
+
 
 def plan(lines: Lines, name: str, text_column: str | None, id_column: str | None, bad_rows: BadRows) -> list[Part]:
-    """Ranges of bytes of about `PART_BYTES`. The first row decides about the columns; where bad rows are skipped, the first that has them.
+    """Ranges of bytes of about `PART_BYTES`, and `PACKED` times that where the file is compressed. The first row decides about the columns;
+    where bad rows are skipped, the first that has them.
 
     Raises:
         RequestError: a column is not there.
@@ -38,7 +42,8 @@ def plan(lines: Lines, name: str, text_column: str | None, id_column: str | None
         raise lacking
     if columns is None:  # nothing but blank lines, or lines that are no objects and are to be skipped
         columns = (text_column or DEFAULT_TEXT, id_column)
-    ends = [min(start + rows.PART_BYTES, size) for start in range(0, size, rows.PART_BYTES)]
+    step = rows.PART_BYTES * (PACKED if lines.packing else 1)
+    ends = [min(start + step, size) for start in range(0, size, step)]
     return [Part(name, start, end, end - start, columns) for start, end in zip([0, *ends], ends, strict=False)]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from depthroute.common.errors import FailureError, RequestError
-from depthroute.data import PrepareConfig, Progress, Source, TokenDataset, fill, groups, prepare, rows
+from depthroute.data import PrepareConfig, Progress, Source, TokenDataset, fill, groups, json_lines, prepare, rows
 from depthroute.data.journal import Journal
 from depthroute.data.workers import run_jobs
 from tests.data.preparation import Writer, config, contents, packed
@@ -27,8 +27,9 @@ DRIVER = """
 import json, sys
 from pathlib import Path
 from depthroute.common.config import from_json
-from depthroute.data import PrepareConfig, fill, groups, prepare, rows
+from depthroute.data import PrepareConfig, fill, groups, json_lines, prepare, rows
 rows.PART_BYTES = groups.GROUP_BYTES = 4096
+json_lines.PACKED = 1
 fill.JOURNAL_SECONDS = fill.PROGRESS_SECONDS = 0
 settings, show = from_json(PrepareConfig, json.loads(sys.argv[1])), lambda moment: print(moment, flush=True)
 prepare(settings, Path(sys.argv[2]), workers=int(sys.argv[3]), progress=show)
@@ -40,6 +41,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many groups of few documents, and a journal of every one."""
     monkeypatch.setattr(rows, "PART_BYTES", 4096)
     monkeypatch.setattr(groups, "GROUP_BYTES", 4096)
+    monkeypatch.setattr(json_lines, "PACKED", 1)
     monkeypatch.setattr(fill, "JOURNAL_SECONDS", 0)
     monkeypatch.setattr(fill, "PROGRESS_SECONDS", 0)
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from depthroute.common.errors import DepthrouteError, FailureError, RequestError
-from depthroute.data import Document, FileCorpus, Source, parquet, rows
+from depthroute.data import Document, FileCorpus, Source, json_lines, parquet, rows
 from depthroute.data.hub import HubCorpus
 from depthroute.data.packed import Lines
 from depthroute.data.readers import open_source
@@ -227,6 +227,7 @@ def test_documents_do_not_depend_on_the_cut_of_a_file_of_lines(
     part_bytes: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rows, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(json_lines, "PACKED", 1)
     path = tmp_path / name
     for lines in (LINES, LINES + b"\n", LINES + b"\r\n\r\n"):
         packed(path, lines)
@@ -245,6 +246,7 @@ def test_the_parts_of_a_file_of_lines_are_read_in_any_order_and_in_order_once(
 ) -> None:
     """Every second part too, as each of two workers may get them."""
     monkeypatch.setattr(rows, "PART_BYTES", 500)
+    monkeypatch.setattr(json_lines, "PACKED", 1)
     given = [{"text": f"{i} " + "word " * (i % 7 * 40)} for i in range(60)]
     path = write(tmp_path / name, given)
     parts = FileCorpus(path).parts(Counter())
