@@ -13,7 +13,7 @@ from depthroute.data.packed import Lines
 from depthroute.data.rows import BadRow, BadRows, Row
 from depthroute.data.schemas import DEFAULT_TEXT, path_of, resolve, value_at
 
-PACKED = 8
+PACKED = 4
 """Whoever reads a part of a compressed file has to unpack what is before it as well: with larger parts fewer processes do that."""
 
 

@@ -38,10 +38,20 @@ class FileCorpus:
             so that exact copies land in the same split. None: found for each file, see `schemas.resolve`.
         bad_rows: what happens at a row that cannot be read: `refuse` raises, `skip` leaves it out and counts it. Damage that loses the
             rest of a file is always refused.
+        report: called with a line where finding the parts takes long.
     """
 
-    def __init__(self, source: Path, *, text_column: str | None = None, id_column: str | None = None, bad_rows: BadRows = "refuse") -> None:
+    def __init__(
+        self,
+        source: Path,
+        *,
+        text_column: str | None = None,
+        id_column: str | None = None,
+        bad_rows: BadRows = "refuse",
+        report: Callable[[str], None] | None = None,
+    ) -> None:
         self._source, self._text_column, self._id_column, self._bad_rows = source, text_column, id_column, bad_rows
+        self._report = report
         self.name = source.resolve().name
         self.missing: tuple[str, ...] = ()
         self._lines: Lines | None = None
@@ -64,6 +74,9 @@ class FileCorpus:
         """
         files, others = self._found
         skipped.update(others)
+        packed = sum(Lines(path).packing is not None for path in files)
+        if packed and self._report is not None:
+            self._report(f"unpacking {packed} compressed file{'s' * (packed > 1)} once, to know that nothing is missing")
         found: list[Part] = []
         with ThreadPoolExecutor(usable_processors()) as pool:  # unpacking leaves the interpreter free
             for parts in pool.map(self._plan, files):
@@ -125,16 +138,17 @@ class FileCorpus:
         return [Part(name, 0, 1, size)]
 
 
-def open_source(source: Source, bad_rows: BadRows) -> FileCorpus | HubCorpus:
+def open_source(source: Source, bad_rows: BadRows, report: Callable[[str], None] | None = None) -> FileCorpus | HubCorpus:
     """The corpus of a source: of the hub where its path begins with `hf:`, or else of files. The sources `docstrings` and `multi-hop` are
-    not known here.
+    not known here. `report`: see `FileCorpus`.
 
     Raises:
         RequestError: what follows `hf:` is not understood.
     """
     if source.path.startswith(HUB):
         return HubCorpus(source.path, text_column=source.text_column, id_column=source.id_column, bad_rows=bad_rows)
-    return FileCorpus(Path(source.path), text_column=source.text_column, id_column=source.id_column, bad_rows=bad_rows)
+    columns = {"text_column": source.text_column, "id_column": source.id_column}
+    return FileCorpus(Path(source.path), **columns, bad_rows=bad_rows, report=report)
 
 
 def _find(source: Path) -> tuple[list[Path], Counter[str]]:

@@ -71,7 +71,7 @@ def open_corpus(source: Source, config: PrepareConfig, *, report: Callable[[str]
     """
     if source.path == MULTI_HOP and config.multi_hop is not None:
         return MultiHopCorpus(config=config.multi_hop)
-    return docstring_corpus(report=report) if source.path == DOCSTRINGS else open_source(source, config.bad_rows)
+    return docstring_corpus(report=report) if source.path == DOCSTRINGS else open_source(source, config.bad_rows, report)
 
 
 @lru_cache
