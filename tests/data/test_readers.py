@@ -249,8 +249,10 @@ def test_the_parts_of_a_file_of_lines_are_read_in_any_order_and_in_order_once(
     monkeypatch.setattr(json_lines, "PACKED", 1)
     given = [{"text": f"{i} " + "word " * (i % 7 * 40)} for i in range(60)]
     path = write(tmp_path / name, given)
-    parts = FileCorpus(path).parts(Counter())
+    said: list[str] = []
+    parts = FileCorpus(path, report=said.append).parts(Counter())
     assert len(parts) > 50
+    assert said == ([] if name == "d.jsonl" else ["unpacking 1 compressed file once, to know that nothing is missing"])
 
     opened, unpack = [], Lines._unpack
     monkeypatch.setattr(Lines, "_unpack", lambda self: (opened.append(self.path), unpack(self))[1])
