@@ -10,6 +10,7 @@ from pathlib import Path
 import tyro
 
 from depthroute.cli.options import read
+from depthroute.common.say import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,6 @@ def main(arguments: Sequence[str]) -> None:
     out = options.out or root_of(run) / "analysis"
     analyse(
         run, out, data=options.data, tokens=options.tokens, dear_tokens=options.dear_tokens, probe_tokens=options.probe_tokens,
-        text=options.text, report=lambda line: print(line, file=sys.stderr),
+        text=options.text, report=lambda line: say(line, sys.stderr),
     )  # fmt: skip
     print(f"analysis: {write_analysis(out)}")

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -18,7 +17,6 @@ from depthroute.cli.options import read
 from depthroute.cli.progress import Lines
 
 if TYPE_CHECKING:
-    from depthroute.data.progress import Progress
     from depthroute.data.statistics import SplitStatistics, Statistics, StretchStatistics
     from depthroute.data.verify import Check
 
@@ -91,12 +89,7 @@ def _verify(arguments: Sequence[str]) -> None:
     from depthroute.data.verify import verify
 
     with Lines() as lines:
-
-        def tell(moment: Progress) -> None:
-            with suppress(OSError):  # nobody reads it any more, and the files are to be proved all the same
-                lines.progress(moment)
-
-        found = verify(options.directory, sample=options.sample, progress=tell)
+        found = verify(options.directory, sample=options.sample, progress=lines.progress)
     if options.json:
         text = json.dumps({"ok": found.ok, **to_json(found)}, indent=2)
     else:

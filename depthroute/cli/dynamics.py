@@ -10,6 +10,7 @@ from pathlib import Path
 import tyro
 
 from depthroute.cli.options import read
+from depthroute.common.say import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,5 +36,5 @@ def main(arguments: Sequence[str]) -> None:
     if options.tokens < 1:
         raise RequestError(f"--tokens {options.tokens} is not allowed; it takes 1 or more.")
     check_runs(len(options.runs))
-    dynamics(options.runs, options.out, data=options.data, tokens=options.tokens, report=lambda line: print(line, file=sys.stderr))
+    dynamics(options.runs, options.out, data=options.data, tokens=options.tokens, report=lambda line: say(line, sys.stderr))
     print(f"dynamics: {write_dynamics(options.out)}")

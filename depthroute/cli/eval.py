@@ -13,6 +13,7 @@ from typing import Any, Literal
 import tyro
 
 from depthroute.cli.options import read
+from depthroute.common.say import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _tell(line: str) -> None:
-    print(line, file=sys.stderr)
+    say(line, sys.stderr)
 
 
 def _show(found: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from depthroute import __version__
 from depthroute.common.errors import DepthrouteError, FailureError, choose
+from depthroute.common.say import drop, say
 
 COMMANDS = {
     "study": "train matched arms over seeds and write the report; resumes by itself",
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = given
     if name not in COMMANDS:
-        print(f"depthroute: {choose('command', name, COMMANDS)}", file=sys.stderr)
+        say(f"depthroute: {choose('command', name, COMMANDS)}", sys.stderr)
         return 2
     debug = "--debug" in rest
     options = [word for word in rest if word != "--debug"]
@@ -72,11 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         _drop_unwritten_output()
         if not error.everywhere or _first_process():
-            print(f"depthroute {name}: {error}", file=sys.stderr)
+            say(f"depthroute {name}: {error}", sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as interruption:
         if _first_process():
-            print(str(interruption) or f"depthroute {name}: interrupted.", file=sys.stderr)
+            say(str(interruption) or f"depthroute {name}: interrupted.", sys.stderr)
         return INTERRUPTED
     except OSError as error:
         if debug:
@@ -84,13 +85,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_unwritten_output()
         if isinstance(error, BrokenPipeError):  # the reader of a pipe (head, less) has seen enough
             return 0
-        print(f"depthroute {name}: {error}", file=sys.stderr)
+        say(f"depthroute {name}: {error}", sys.stderr)
         return FailureError.exit_code
     except Exception as error:
         if debug:
             raise
         what = str(error).strip().splitlines() or [""]
-        print(f"depthroute {name}: unexpected {type(error).__name__}: {what[0]} (--debug shows where)", file=sys.stderr)
+        say(f"depthroute {name}: unexpected {type(error).__name__}: {what[0]} (--debug shows where)", sys.stderr)
         return FailureError.exit_code
     return 0
 
@@ -101,9 +102,8 @@ def _first_process() -> bool:
 
 
 def _drop_unwritten_output() -> None:
-    if sys.stdout is None:
-        return
     try:
-        sys.stdout.flush()
-    except OSError:  # or Python tries, and fails, to write the rest when it exits
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        drop(sys.stdout)

@@ -13,6 +13,7 @@ from typing import Any
 import tyro
 
 from depthroute.cli.options import read
+from depthroute.common.say import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str]) -> None:
                 else seeds_needed(differences, options.margin, power=options.power, two_sided=not options.one_sided)
             )  # fmt: skip
     if equal:
-        print(f"without spread, so without a number of seeds: {', '.join(equal)}.", file=sys.stderr)
+        say(f"without spread, so without a number of seeds: {', '.join(equal)}.", sys.stderr)
     if not found:
         raise RequestError(f"{options.study} has no comparison with two seeds that differ; the spread of seeds cannot be known from fewer.")
     if options.json:

@@ -6,6 +6,8 @@ import shutil
 import sys
 import time
 
+from depthroute.common.say import say
+
 SECONDS_ON_A_TERMINAL = 0.1
 SECONDS_IN_A_LOG = 30.0
 ERASE = "\r\033[K"
@@ -28,7 +30,7 @@ class Lines:
     def report(self, line: str) -> None:
         """Print a line that stays."""
         self._erase()
-        print(line, file=sys.stderr, flush=True)
+        say(line, sys.stderr)
 
     def progress(self, state: object) -> None:
         """Show how far it has come, `str(state)`; called as often as there is something new."""
@@ -37,14 +39,14 @@ class Lines:
             return
         self._last = now
         if not self._terminal:
-            print(state, file=sys.stderr, flush=True)
+            say(str(state), sys.stderr)
             return
         # A longer line would go on in the next one, and could not be rewritten.
         width = shutil.get_terminal_size().columns - 1
-        print(f"{ERASE}{str(state)[:width]}", end="", file=sys.stderr, flush=True)
+        say(f"{ERASE}{str(state)[:width]}", sys.stderr, end="")
         self._drawn = True
 
     def _erase(self) -> None:
         if self._drawn:
-            print(ERASE, end="", file=sys.stderr, flush=True)
+            say(ERASE, sys.stderr, end="")
             self._drawn = False

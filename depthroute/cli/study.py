@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from depthroute.cli.options import changes, pairs, read
+from depthroute.common.say import say
 
 if TYPE_CHECKING:
     from depthroute.data import PrepareConfig
@@ -79,12 +80,12 @@ def main(arguments: Sequence[str]) -> None:
     data = options.data or options.out / "data"
     first = _study(options, data)  # a wrong request is refused before the text is read
     if options.data is None:
-        prepare_shared(_source(options, first.base.model.vocabulary), data, report=lambda line: print(line, file=sys.stderr))
+        prepare_shared(_source(options, first.base.model.vocabulary), data, report=lambda line: say(line, sys.stderr))
     dataset = TokenDataset.open(data)
     study = _study(options, data, dataset.vocabulary, dataset.end)
     slow = kernel_unavailable()
     if slow and study.base.train.device != "cuda":
-        print(f"depth attention runs without its native kernel and is slower: {slow}.", file=sys.stderr)
+        say(f"depth attention runs without its native kernel and is slower: {slow}.", sys.stderr)
     memory = None if options.memory is None else size_in_bytes(options.memory)
     executor = on_slurm(pairs("--slurm", options.slurm, "KEY=VALUE, such as partition=gpu")) if options.slurm else LocalExecutor
     if options.plan:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from depthroute.common.duration import duration
 from depthroute.common.files import read_json
+from depthroute.common.say import say
 from depthroute.study.live import tail_lines
 from depthroute.study.plan import Cell, cells, run_folder
 
@@ -52,7 +53,7 @@ class Progress:
         if self._bars is not None:
             self._bars.console.print(text, markup=False, highlight=False)
         elif self._visible:
-            print(text, flush=True)
+            say(text)
 
     def ended(self, cell: Cell, reason: str | None) -> None:
         """Tell how a cell ended."""

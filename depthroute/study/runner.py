@@ -13,6 +13,7 @@ from typing import Any
 from depthroute.common.errors import DepthrouteError, RequestError
 from depthroute.common.files import explain_os_errors
 from depthroute.common.processors import usable_processors
+from depthroute.common.say import say
 from depthroute.study import processes
 from depthroute.study.budget import Budget, available_memory, check_each_fits, need_of
 from depthroute.study.collect import check_order, is_complete, write_statistics
@@ -65,7 +66,8 @@ def run_study(
         RequestError: the study is refused (see `write_plan`), another process runs it, `workers` is not allowed, a cell needs more memory
             than there is, or cells are whole whose batches came in another order than those of the next ones would.
         FailureError: the plan that is there was changed after it was written.
-        KeyboardInterrupt: Ctrl-C or SIGTERM; the cells in progress have then written a checkpoint. A second one ends them at once.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; the cells in progress have then written a checkpoint. A second one ends them at once, and a
+            third this process as well.
     """
     if workers is not None and workers < 1:
         raise RequestError(f"workers = {workers} is not allowed; it takes 1 or more.")
@@ -87,10 +89,10 @@ def run_study(
         plan = read_plan(directory) if study is None else _planned(study, directory, split, here, at_once, extend=extend, console=console)
         number = at_once(plan)
         progress = stack.enter_context(Progress(plan, directory, visible=console))
-        run = _Run(directory, plan, made, progress, number, sinks, budget if made.shares_machine else None)
+        interruption = stack.enter_context(Interruption(limit=2))
+        run = _Run(directory, plan, made, progress, number, sinks, budget if made.shares_machine else None, interruption)
         try:
-            with Interruption() as interruption:
-                return run.complete(interruption)
+            return run.complete()
         except KeyboardInterrupt:
             progress.say("Stopping: the cells in progress write a checkpoint. Ctrl-C again ends them at once.")
             run.stop()
@@ -146,8 +148,7 @@ def _planned(
     """The plan of a study. Open threads are those of the plan that is there, or measured to be best on the machine of `split`."""
     if split is not None or (directory / "plan.json").exists():
         cores, memory = (None, None) if split is None else (split.cores, split.memory_bytes)
-        say = (lambda line: print(line, flush=True)) if console else None
-        study = with_threads(study, directory, cores=cores, memory_bytes=memory, report=say)
+        study = with_threads(study, directory, cores=cores, memory_bytes=memory, report=say if console else None)
     return write_plan(study, directory, extend=extend, here=here, check=check)
 
 
@@ -161,6 +162,7 @@ class _Run:
         workers: int,
         sinks: Sequence[str],
         budget: Budget | None,
+        interruption: Interruption,
     ) -> None:
         self.directory = directory
         self.plan = plan
@@ -169,6 +171,7 @@ class _Run:
         self.workers = workers
         self.sinks = sinks
         self.budget = budget
+        self.interruption = interruption
         self.trunks: dict[str, str | None] = {arm["name"]: arm["trunk"] for arm in plan["arms"]}
         self.failures: dict[Cell, str] = {}
         self.waiting = [cell for cell in cells(plan) if not is_complete(directory, plan, cell)]
@@ -178,7 +181,7 @@ class _Run:
         self.running: list[Job] = []
         self.began_at: dict[Cell, int] = {}
 
-    def complete(self, interruption: Interruption) -> dict[str, Any]:
+    def complete(self) -> dict[str, Any]:
         """Run what waits; the statistics at the end. KeyboardInterrupt, between two rounds, where a stop was requested meanwhile."""
         for job in self.executor.left():
             self._follow(job)
@@ -186,7 +189,7 @@ class _Run:
             self.progress.say(f"{job.cell[0]} seed {job.cell[1]} is still being trained by a job of an earlier start; waiting for it")
         statistics = write_statistics(self.directory, self.failures)
         while self.waiting or self.running:
-            if interruption.requested:  # here, where every process that was started is known
+            if self.interruption.requested:  # here, where every process that was started is known
                 raise KeyboardInterrupt
             changed = self._start_what_can()
             if self.running:
@@ -199,20 +202,19 @@ class _Run:
 
     def stop(self) -> None:
         """Ask every job to write a checkpoint and end, and wait for it. Another Ctrl-C meanwhile kills them."""
-        with Interruption() as again:
-            for job in self.running:
-                job.stop()
-            self._wait(lambda: again.requested)
-            for job in self.running:
-                job.kill()
-            self._wait(lambda: False)
+        for job in self.running:
+            job.stop()
+        self._wait(lambda: self.interruption.count > 1)
+        for job in self.running:
+            job.kill()
+        self._wait(lambda: False)
         write_statistics(self.directory, self.failures)
 
     def _start_what_can(self) -> bool:
         """Start cells in their order as long as there is room; whether one failed at that."""
         failed = False
         for cell in list(self.waiting):
-            if len(self.running) >= self.workers:
+            if len(self.running) >= self.workers or self.interruption.requested:
                 break
             trunk = self._lacks(cell)
             if trunk is not None:
@@ -227,6 +229,8 @@ class _Run:
                 command = processes.worker_command(self.directory.absolute(), cell, self.workers, self.sinks)
                 self._follow(self.executor.start(cell, command, need))
             except DepthrouteError as error:
+                if self.interruption.count:  # a Ctrl-C on the terminal goes to what submits a job as well
+                    break
                 self._fail(cell, str(error))
                 failed = True
         return failed

@@ -149,9 +149,9 @@ class SlurmExecutor:
             "env", f"PYTHONPATH={processes.python_path()}", sys.executable, "-m", "depthroute.study.batch",
             str(path), ticket, str(output_file(self._directory, cell)), "--", *command,
         ]  # fmt: skip
-        executor = self._submitit.AutoExecutor(folder=self._scripts, cluster=self._cluster)
-        executor.update_parameters(**self._parameters(cell, need))
         try:
+            executor = self._submitit.AutoExecutor(folder=self._scripts, cluster=self._cluster)
+            executor.update_parameters(**self._parameters(cell, need))
             # The job becomes the command. Inside submitit's own process, a warning before the time limit would requeue or kill it.
             job = executor.submit(os.execvp, words[0], words)
         except Exception as error:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from depthroute.common.duration import duration
 from depthroute.common.files import explain_os_errors
+from depthroute.common.say import say
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -40,7 +41,7 @@ class Console:
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False)
         elif self._visible:
-            print(text, flush=True)
+            say(text)
 
     def step(self, step: int, loss: float, tokens: int, seconds: float) -> None:
         """Take note of a step. Most calls do nothing more: a line is due every ten seconds, a refresh four times a second."""

@@ -8,6 +8,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,10 +19,11 @@ import pytest
 
 from depthroute.common.errors import RequestError
 from depthroute.common.files import read_json, write_json
+from depthroute.study import processes
 from depthroute.study.budget import Need
 from depthroute.study.collect import collect
 from depthroute.study.executors import Job, LocalExecutor
-from depthroute.study.plan import Arm, Cell, Study
+from depthroute.study.plan import Arm, Cell, Study, write_plan
 from depthroute.study.runner import plan_study, run_study
 
 pytestmark = pytest.mark.usefixtures("fake_worker")
@@ -134,9 +137,43 @@ def test_a_second_ctrl_c_ends_what_does_not_listen(study: Study, tmp_path: Path)
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         run_study(study, tmp_path, workers=2, console=False)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     [deaf] = [int(line.split()[1]) for line in (tmp_path / "started.txt").read_text().splitlines() if line.startswith("plain/7 ")]
     with pytest.raises(ProcessLookupError):
         os.kill(deaf, 0)
+
+
+def test_a_pipe_that_nobody_reads_neither_ends_a_study_nor_keeps_it_from_stopping(study: Study, tmp_path: Path) -> None:
+    """As in `depthroute study ... | head -1`, and with Ctrl-C in `... | tee log`, which ends tee first."""
+    write_plan(study, tmp_path)
+    root, fake = Path(processes.__file__).parents[2], Path(__file__).with_name("fake_worker.py")
+    program = f"""
+import pathlib, sys
+sys.path.insert(0, {str(root)!r})
+from depthroute.study import processes, runner
+processes.worker_command = lambda directory, cell, workers, sinks=(): [sys.executable, {str(fake)!r}, str(directory), cell[0], str(cell[1])]
+from depthroute.cli import study
+study.main = lambda options: runner.run_study(None, pathlib.Path({str(tmp_path)!r}))
+from depthroute.cli.main import main
+sys.exit(main(["study"]))
+"""
+
+    def run(*, interrupted: bool) -> int:
+        with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None and process.stderr is not None
+            process.stdout.close()
+            process.stderr.close()
+            if interrupted:
+                wait_for(lambda: (tmp_path / "runs/block/seed-7/evaluations.jsonl").exists())
+                process.send_signal(signal.SIGINT)
+            return process.wait()
+
+    (tmp_path / "behaviour.json").write_text(json.dumps({"block/7": "sleep"}))
+    assert run(interrupted=True) == 130
+    assert (tmp_path / "runs/block/seed-7/checkpoint").exists()
+    (tmp_path / "behaviour.json").unlink()
+    assert run(interrupted=False) == 0
+    assert read_json(tmp_path / "statistics.json")["missing"] == []
 
 
 def test_two_workers_train_at_the_same_time(study: Study, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 
 pytest.importorskip("submitit")
 
-from depthroute.common.errors import RequestError
+from depthroute.common.errors import FailureError, RequestError
 from depthroute.common.files import read_json
 from depthroute.study import batch, processes, slurm
 from depthroute.study.budget import Need
@@ -123,6 +123,32 @@ def test_jobs_outlive_a_killed_study_and_are_waited_for(outlived: Path, capfd: p
     (outlived / "behaviour.json").unlink()
     assert run_study(None, outlived, workers=2, executor=local, console=False)["missing"] == []
     assert len(started(outlived)) == 6
+
+
+def test_ctrl_c_while_jobs_are_submitted(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It also reaches sbatch, which fails of it: no cell has failed by that, and none is submitted after it."""
+    asked: list[tuple[str, int]] = []
+
+    def submit(self: SlurmExecutor, cell: tuple[str, int], command: object, need: Need) -> None:
+        asked.append(cell)
+        signal.raise_signal(signal.SIGINT)
+        raise FailureError("Slurm did not take the job: ")
+
+    monkeypatch.setattr(SlurmExecutor, "start", submit)
+    with pytest.raises(KeyboardInterrupt):
+        run_study(study, tmp_path, workers=None, executor=local, console=False)
+    assert len(asked) == 1
+    assert {entry["reason"] for entry in read_json(tmp_path / "statistics.json")["missing"]} == {"not started."}
+
+
+def test_what_slurm_does_not_take_leaves_no_ticket(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError('Could not detect "srun"')
+
+    monkeypatch.setattr(SlurmExecutor, "_parameters", refuse)
+    statistics = run_study(study, tmp_path, workers=None, executor=local, console=False)
+    assert all('did not take the job of' in entry["reason"] and 'detect "srun"' in entry["reason"] for entry in statistics["missing"])
+    assert len(statistics["missing"]) == 4 and ticket_files(tmp_path) == []
 
 
 def test_a_job_whose_number_was_never_learnt_ends_by_itself(outlived: Path) -> None:
