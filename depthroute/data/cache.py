@@ -20,8 +20,8 @@ from depthroute.common.errors import FailureError
 from depthroute.common.files import cache_folder, explain_os_errors, waiting_lock
 from depthroute.data.config import DOCSTRINGS, PrepareConfig, Source
 from depthroute.data.corpus import docstring_corpus
-from depthroute.data.fill import SOURCE, Report
-from depthroute.data.manifest import MANIFEST, Manifest, read_manifest
+from depthroute.data.fill import Report
+from depthroute.data.manifest import MANIFEST, SOURCE, Manifest, read_manifest
 from depthroute.data.prepare import prepare
 from depthroute.data.shards import check_files
 

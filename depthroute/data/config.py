@@ -115,6 +115,7 @@ class PrepareConfig:
     def weights(self) -> tuple[float, ...] | None:
         """Of the sources, adding up to 1; None where they have none."""
         given = [source.weight for source in self.sources if source.weight is not None]
+        given = [weight / max(given) for weight in given]  # or the sum of large ones is infinite
         return tuple(weight / math.fsum(given) for weight in given) or None
 
     def _check_sources(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from depthroute.common.errors import RequestError
+from depthroute.common.errors import FailureError, RequestError
 from depthroute.data.manifest import TOKENIZER, Manifest, read_manifest
 from depthroute.data.order import BatchOrder, Stretch
 from depthroute.data.shards import DTYPES, INDEX_DTYPE, check_files, index_file, read_array, token_file
@@ -108,12 +108,13 @@ class TokenDataset:
 
         Raises:
             RequestError: `limit` is below 1.
+            FailureError: it holds an id that is none of the vocabulary.
         """
         if limit is not None and limit < 1:
             raise RequestError(f"limit cannot be {limit}; it takes 1 or more, or None for all.")
         tokens, boundaries = self.tokens(split), self.boundaries(split)
         if limit is None or limit + 1 >= len(tokens):
-            return HeldOut(tokens=tokens, boundaries=np.asarray(boundaries))
+            return HeldOut(tokens=self.checked(tokens, split), boundaries=np.asarray(boundaries))
         edges = self._edges(split) if len(self.manifest.sources) > 1 else [0, len(tokens)]
         sizes = np.diff(edges).tolist()
         weights = self.manifest.prepare.weights if len(sizes) > 1 else None
@@ -125,7 +126,18 @@ class TokenDataset:
             ends.append(np.append(inside, end) - start + before)
             before += end - start
         slices = [tokens[start:end] for start, end in parts]
-        return HeldOut(tokens=slices[0] if len(slices) == 1 else np.concatenate(slices), boundaries=np.concatenate(ends))
+        together = slices[0] if len(slices) == 1 else np.concatenate(slices)
+        return HeldOut(tokens=self.checked(together, split), boundaries=np.concatenate(ends))
+
+    def checked(self, tokens: np.ndarray, split: Split) -> np.ndarray:
+        """Tokens of a split, which are read here. FailureError: an id is none of the vocabulary."""
+        if tokens.size and tokens.max() >= self.vocabulary:
+            path = self.directory / token_file(split)
+            raise FailureError(
+                f"{path} holds the id {tokens.max()}, and the vocabulary ends at {self.vocabulary - 1}: it was altered. "
+                f"`depthroute data verify {self.directory}` says more; prepare the data again in a new directory."
+            )
+        return tokens
 
     def _edges(self, split: Split) -> list[int]:
         """Where the stretch of each source begins in a split, and where the last one ends."""

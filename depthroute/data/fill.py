@@ -24,6 +24,7 @@ from depthroute.data.groups import groups_of, names_of, stamps
 from depthroute.data.journal import NOTHING, Done, Journal, Seen
 from depthroute.data.manifest import (
     FORMAT,
+    SOURCE,
     TOKENIZER,
     CorpusFacts,
     FileFacts,
@@ -46,8 +47,6 @@ from depthroute.data.workers import Job, Result, run_jobs
 
 Report = Callable[[str], None]
 ShowProgress = Callable[[Progress], None]
-SOURCE = "source.json"
-"""The stamps of the sources, which show the next call that nothing has changed."""
 LISTED = 2**14
 """Documents that are entered at once."""
 JOURNAL_SECONDS = 5.0
@@ -90,12 +89,12 @@ class Filling:
             return self._filled(journal, tokenizer, seen, markers)
 
     def _filled(self, journal: Journal, tokenizer: TextTokenizer, seen: Seen, markers: tuple[Marker, ...]) -> Manifest:
+        self._refuse_changed()
         used = file_facts(self.directory / TOKENIZER)
         done, files, counts = self._shards(journal, tokenizer, used)
         documents: dict[str, int] = {name: facts["documents"] for name, facts in zip(SPLITS, done.splits, strict=True)}
         self._refuse_empty_splits(documents, done.lowest, done.skipped)
-        if to_json(stamps(self.corpora)) != self.stamps:
-            raise FailureError(f"the corpus {self.name} changed while it was being read; prepare it again when nothing writes to it.")
+        self._refuse_changed()
         manifest = self._manifest(tokenizer, seen, markers, done, (used, *files), counts)
         manifest.write(self.directory)
         journal.remove()
@@ -193,6 +192,10 @@ class Filling:
             if now - shown >= PROGRESS_SECONDS:
                 self.show(Progress(doing=doing, done=done, total=self.total, found=found, seconds=now - began))
                 shown = now
+
+    def _refuse_changed(self) -> None:
+        if to_json(stamps(self.corpora)) != self.stamps:
+            raise FailureError(f"the corpus {self.name} changed while it was being read; prepare it again when nothing writes to it.")
 
     def _refuse_empty_splits(self, counts: Mapping[str, int], lowest: int, skipped: Counter[str]) -> None:
         config, documents, name = self.config, sum(counts.values()), self.name

@@ -79,8 +79,8 @@ class Journal:
     def __init__(self, directory: Path, plan: Any) -> None:
         self.folder = directory / WORK
         path = self.folder / "plan.json"
-        if self.folder.exists() and not (path.exists() and read_json(path) == plan):
-            self.remove()
+        if path.exists() and read_json(path) != plan:
+            self._clear()
         with explain_os_errors(self.folder, "writing"):
             self.words.mkdir(parents=True, exist_ok=True)
             for left in self.folder.glob("parts-*"):
@@ -93,6 +93,16 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self.parts, ignore_errors=True)
+
+    def _clear(self) -> None:
+        """Remove all but the plan, by which a directory is known as begun, until the next one takes its place."""
+        with explain_os_errors(self.folder, "writing"):
+            # The journal first: nothing counts that it does not name.
+            for path in sorted(self.folder.iterdir(), key=lambda path: path.name != "journal.json"):
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                elif path.name != "plan.json":
+                    path.unlink()
 
     def start_over(self) -> None:
         """Forget what was found and done."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from depthroute.common.errors import FailureError, RequestError
@@ -16,6 +18,10 @@ from depthroute.data.schemas import DEFAULT_TEXT, path_of, resolve, value_at
 PACKED = 4
 """Whoever reads a part of a compressed file has to unpack what is before it as well: with larger parts fewer processes do that."""
 
+DEEPEST = 200
+"""Levels of lists and objects in a row. Python's own limit depends on the caller: one process would read a row that another refuses."""
+STRINGS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
+
 
 def plan(lines: Lines, name: str, text_column: str | None, id_column: str | None, bad_rows: BadRows) -> list[Part]:
     """Ranges of bytes of about `PART_BYTES`, and `PACKED` times that where the file is compressed. The first row decides about the columns;
@@ -25,12 +31,15 @@ def plan(lines: Lines, name: str, text_column: str | None, id_column: str | None
         RequestError: a column is not there.
         FailureError: the file, if it is compressed, or its first row, is damaged.
     """
+    lines.check_name()
     size = lines.size()
     columns, lacking = None, None
     for position, value in _objects(lines, 0, size):
         if isinstance(value, dict):
+            # Only the first that lacks a column may be named: to name a row is to read all before it.
+            where = partial(name_row, lines, position) if lacking is None else str
             try:
-                columns = resolve(value, name_row(lines, position), text_column, id_column)
+                columns = resolve(value, where, text_column, id_column)
                 break
             except RequestError as error:
                 lacking = lacking or error
@@ -92,9 +101,13 @@ def _objects(lines: Lines, start: int, end: int) -> Iterator[tuple[int, dict[str
             continue
         if not text or text.isspace():
             continue
+        if _depth(text) > DEEPEST:
+            problem = f" is nested deeper than the {DEEPEST} levels that are allowed."
+            yield position, BadRow(position, "rows that are nested too deep", problem, FailureError)
+            continue
         try:
             value = json.loads(text)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             yield position, BadRow(position, "rows that are not JSON", f" is not valid JSON ({error}).", FailureError)
             continue
         if isinstance(value, dict):
@@ -102,3 +115,14 @@ def _objects(lines: Lines, start: int, end: int) -> Iterator[tuple[int, dict[str
         else:
             problem = f" must be a JSON object with a key for the text, not {rows.shorten(value)}."
             yield position, BadRow(position, "rows that are not JSON objects", problem, FailureError)
+
+
+def _depth(text: str) -> int:
+    """How deep lists and objects lie in each other, at most; of what is no JSON some number."""
+    if text.count("[") + text.count("{") <= DEEPEST:
+        return 0  # not deeper than that
+    depth = deepest = 0
+    for character in re.findall(r"[\[\]{}]", STRINGS.sub("", text)):
+        depth += 1 if character in "[{" else -1
+        deepest = max(deepest, depth)
+    return deepest

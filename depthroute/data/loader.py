@@ -82,6 +82,7 @@ class Loader:
             raise RequestError(f"rank cannot be {rank} of a world_size of {world_size}; it takes 0 to {world_size - 1}.")
         if sequences % world_size:
             raise RequestError(f"{sequences} sequences cannot be shared by a world_size of {world_size}; give a multiple of it.")
+        self._dataset = dataset
         self.order = dataset.order(context, sequences, seed)
         self.start, self.ahead = start, ahead
         rows = sequences // world_size
@@ -93,11 +94,15 @@ class Loader:
         self._running: weakref.WeakSet[_Ahead] = weakref.WeakSet()
 
     def batch_at(self, step: int) -> Batch:
-        """The batch of a step, read now."""
+        """The batch of a step, read now.
+
+        Raises:
+            FailureError: it holds an id that is none of the vocabulary.
+        """
         starts, context = self._starts(step), self.order.context
         self._advise(starts)  # or else the disk is asked for one window after the other
         documents = None if self._boundaries is None else _documents(self._boundaries, starts, context + 1)
-        return Batch(step=step, tokens=gather(self._tokens, starts, context), documents=documents)
+        return Batch(step=step, tokens=self._dataset.checked(gather(self._tokens, starts, context), "train"), documents=documents)
 
     def __iter__(self) -> Iterator[Batch]:
         iterator = _Ahead(self)

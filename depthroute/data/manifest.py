@@ -17,6 +17,9 @@ from depthroute.data.split import SPLITS, Split
 from depthroute.data.tokenizer import EOS
 
 MANIFEST = "manifest.json"
+SOURCE = "source.json"
+"""The stamps of the sources, which show the next call that nothing has changed. A preparation begins with it."""
+LOCK = ".lock"
 TOKENIZER = "tokenizer.json"
 FORMAT = 1
 IDS = ".ids.bin"

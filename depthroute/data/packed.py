@@ -11,12 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, cast
 
-from depthroute.common.errors import FailureError
+from depthroute.common.errors import FailureError, RequestError
 from depthroute.data import rows
 
 PIECE_BYTES = 2**20
 UNPACKED_BYTES = 2**16
 """Of a file that is cut short, about so much is lost before its end."""
+
+
+PACKINGS = {".gz": "gzip", ".zst": "zstd"}
+FIRST_BYTES = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
 
 
 class Lines:
@@ -29,8 +33,16 @@ class Lines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.packing = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix.lower())
+        self.packing = PACKINGS.get(path.suffix.lower())
         self._left: _Reading | None = None
+
+    def check_name(self) -> None:
+        """Raises RequestError where the file is compressed and its name does not say so."""
+        with self.path.open("rb") as file:
+            first = file.read(4)
+        for suffix, begin in FIRST_BYTES.items() if self.packing is None else ():
+            if first.startswith(begin):
+                raise RequestError(f"{self.path} is compressed ({PACKINGS[suffix]}); rename it so that it ends in {suffix}.")
 
     def size(self) -> int:
         """How many bytes it has. A compressed file is read for it, to its end.
@@ -73,7 +85,7 @@ class Lines:
     def row(self, position: int) -> int:
         """The number of the line that begins at `position`, from 0."""
         row = 0
-        with self._unpack() as file:
+        with self._unpack() as file, self._explained(lambda: f"row {row}"):
             while position and (piece := file.read(min(position, PIECE_BYTES))):
                 row += piece.count(b"\n")
                 position -= len(piece)

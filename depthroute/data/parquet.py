@@ -83,7 +83,7 @@ def columns_of(schema: pyarrow.Schema, where: str, text_column: str | None, id_c
     """
 
     tree = _tree(schema)
-    columns = resolve(tree, where, text_column, id_column)
+    columns = resolve(tree, lambda: where, text_column, id_column)
     for option, column in zip(("text_column", "id_column"), columns, strict=True):
         if column is None:
             continue
@@ -187,7 +187,7 @@ def _explained(path: Path, at: str) -> Iterator[None]:
 
     try:
         yield
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # names of columns are UTF-8
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, IndexError) as error:  # names of columns, row groups
         if isinstance(error, OSError) and error.errno:  # the system's, not Arrow's
             raise
         first = (str(error).strip().splitlines() or ["no message"])[0]

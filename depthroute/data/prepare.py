@@ -16,10 +16,10 @@ from depthroute.common.files import explain_os_errors, read_json, waiting_lock, 
 from depthroute.common.processors import usable_processors
 from depthroute.data.config import PrepareConfig
 from depthroute.data.corpus import ContentHash, Corpus, document_digest
-from depthroute.data.fill import SOURCE, Filling, Report, ShowProgress
+from depthroute.data.fill import Filling, Report, ShowProgress
 from depthroute.data.groups import stamps
 from depthroute.data.journal import WORK
-from depthroute.data.manifest import MANIFEST, Manifest, read_manifest
+from depthroute.data.manifest import LOCK, MANIFEST, SOURCE, Manifest, read_manifest
 from depthroute.data.shards import check_files
 from depthroute.data.split import SPLITS
 from depthroute.data.tokenizer import TextTokenizer, ready_tokenizer
@@ -61,14 +61,19 @@ def prepare(
         directory.mkdir(parents=True, exist_ok=True)
     if (directory / MANIFEST).exists():  # without the lock, so that a directory nobody may write to can be used
         return _existing(config, corpora, ready, directory, tell)
-    with waiting_lock(directory / ".lock", lambda: tell(f"another process is preparing {directory}; waiting for it")):
+    _refuse_foreign(directory)  # and leave no lock in it
+    with waiting_lock(directory / LOCK, lambda: tell(f"another process is preparing {directory}; waiting for it")):
         if (directory / MANIFEST).exists():
             return _existing(config, corpora, ready, directory, tell)
-        begun = (directory / WORK / "plan.json").exists()
-        if not begun and any(not path.name.startswith(".") for path in directory.iterdir()):
-            raise RequestError(f"{directory} is not empty and holds no prepared data; give an empty or a new directory.")
+        _refuse_foreign(directory)
         filling = Filling(config, corpora, ready, directory, workers or usable_processors(), tell, progress or (lambda moment: None))
         return filling.run()
+
+
+def _refuse_foreign(directory: Path) -> None:
+    begun = any((directory / name).exists() for name in (MANIFEST, f"{WORK}/plan.json"))
+    if not begun and any(not path.name.startswith(".") for path in directory.iterdir()):
+        raise RequestError(f"{directory} is not empty and holds no prepared data; give an empty or a new directory.")
 
 
 def _existing(config: PrepareConfig, corpora: list[Corpus], ready: TextTokenizer | None, directory: Path, tell: Report) -> Manifest:

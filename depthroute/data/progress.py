@@ -9,7 +9,7 @@ from depthroute.common.duration import duration
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """A moment of one stage of the work, over the bytes of its input as they lie on the disk."""
+    """A moment of one stage of the work, over the bytes of its input, those of compressed lines as they are unpacked."""
 
     doing: str
     """The stage: "counting words", "tokenizing"."""

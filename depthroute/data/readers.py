@@ -17,6 +17,7 @@ from depthroute.data import json_lines, parquet, rows
 from depthroute.data.config import HUB, Source
 from depthroute.data.corpus import Document, Part
 from depthroute.data.hub import HubCorpus
+from depthroute.data.manifest import LOCK, MANIFEST, SOURCE
 from depthroute.data.packed import Lines
 from depthroute.data.rows import BadRow, BadRows, Row, to_documents
 from depthroute.data.schemas import DEFAULT_TEXT
@@ -163,6 +164,10 @@ def _find(source: Path) -> tuple[list[Path], Counter[str]]:
         return _with_names([source]), Counter()
     files, others = [], Counter[str]()
     for folder, subfolders, names in os.walk(source, onerror=_refuse_folder):
+        if SOURCE in names and (LOCK in names or MANIFEST in names):  # prepared data: a source does not grow by what is made of it
+            subfolders.clear()
+            continue
+        others["hidden files and folders"] += sum(name.startswith(".") for name in (*subfolders, *names))
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         others["folders that are links"] += sum(Path(folder, name).is_symlink() for name in subfolders)
         for path in (Path(folder, name) for name in names if not name.startswith(".")):

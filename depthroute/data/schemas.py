@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +29,12 @@ SCHEMAS = (
 )
 
 
-def resolve(tree: Mapping[str, Any], where: str, text_column: str | None, id_column: str | None) -> tuple[str, str | None]:
+def resolve(tree: Mapping[str, Any], where: Callable[[], str], text_column: str | None, id_column: str | None) -> tuple[str, str | None]:
     """The columns of the text and of the id.
 
     Args:
         tree: the columns of a file by name; those that have columns of their own are mappings again.
-        where: the file, for messages.
+        where: names the file, for messages.
         text_column: None takes that of the first of `SCHEMAS` that fits, or else `text`. A file with a column `text` is not taken for one
             whose text is elsewhere.
         id_column: None takes that of the schema, if its text is the text that is taken, or else none.
@@ -51,7 +51,7 @@ def resolve(tree: Mapping[str, Any], where: str, text_column: str | None, id_col
     given_id = id_column or (known[0].id if known else None)
     for option, column in (("text_column", text), ("id_column", given_id)):
         if column is not None and path_of(tree, column) is None:
-            raise RequestError(f"{where}: {option}: {choose('column', column, _names(tree))}")
+            raise RequestError(f"{where()}: {option}: {choose('column', column, _names(tree))}")
     return text, given_id
 
 

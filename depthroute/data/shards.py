@@ -109,7 +109,8 @@ class ShardWriter:
         return tuple(file.facts() for file in (self._tokens, self._index, self._ids))
 
     def _count(self, tokens: np.ndarray) -> None:
-        self.token_counts += np.bincount(tokens, minlength=len(self.token_counts))
+        counts = np.bincount(tokens, minlength=len(self.token_counts))
+        self.token_counts += counts[: len(self.token_counts)]  # what is above the vocabulary was altered, and its hash says so
 
 
 def file_facts(path: Path) -> FileFacts:

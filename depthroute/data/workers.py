@@ -2,7 +2,7 @@
 
 A worker is the program of `depthroute.data.worker`: a line of JSON on its standard input is a job, a line of JSON into its pipe the result.
 It is a program of its own because a pool of `multiprocessing` would either fork a process that has threads (PyTorch's, the tokenizer's) or
-import the caller's main script again. A worker whose parent is gone ends when it has finished its job.
+import the caller's main script again. A worker whose parent is gone ends at once.
 """
 
 from __future__ import annotations

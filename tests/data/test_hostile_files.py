@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from depthroute.common.errors import DepthrouteError, FailureError, RequestError
 from depthroute.data import Document, FileCorpus, rows
+from depthroute.data.packed import Lines
 from tests.data.preparation import LINE_KINDS, packed
 
 NOT_UTF8 = b"caf\xe9"
@@ -53,7 +54,7 @@ BAD_LINES = (
     (b"\0\0\0", FailureError, "is not valid JSON", "rows that are not JSON"),
     (b'\xef\xbb\xbf{"text": "a", "id": "b"}', FailureError, "is not valid JSON", "rows that are not JSON"),
     (b'{"text": "a", "id": "b"', FailureError, "is not valid JSON", "rows that are not JSON"),
-    (b"[" * 200_000, FailureError, "is not valid JSON", "rows that are not JSON"),
+    (b"[" * 200_000, FailureError, "is nested deeper than the 200 levels that are allowed", "rows that are nested too deep"),
     (b'{"text": "a", "id": 1' + b"0" * 5000 + b"}", FailureError, "is not valid JSON", "rows that are not JSON"),
     (b'"text"', FailureError, "must be a JSON object with a key for the text, not 'text'", "rows that are not JSON objects"),
     (b'{"text": "a\\udc00", "id": "b"}', FailureError, "holds half a surrogate pair (\\udc00)", "rows that hold half a surrogate pair"),
@@ -116,6 +117,51 @@ def test_a_bad_text_file_is_refused_or_left_out(tmp_path: Path) -> None:
     skipped: Counter[str] = Counter()
     assert texts(tmp_path, skipped, bad_rows="skip") == ["one"]
     assert skipped == {"rows that are not UTF-8": 2, "documents whose text is empty or blank": 1}
+
+
+def test_how_deep_a_row_may_be_nested_does_not_depend_on_who_reads_it(tmp_path: Path) -> None:
+    """Nor do brackets in the text count."""
+    rows = [{"text": f"{depth} " + "[{" * 300, "x": json.loads("[" * depth + "]" * depth)} for depth in (198, 199, 200)]
+    path = packed(tmp_path / "d.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+    def read_from(frames: int) -> list[str]:
+        return texts(path, bad_rows="skip") if frames == 0 else read_from(frames - 1)
+
+    assert [text.split()[0] for text in read_from(0)] == ["198", "199"]
+    assert read_from(0) == read_from(300)
+
+
+def test_rows_that_are_skipped_are_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To name a row is to count those before it: of each of a million it takes hours."""
+    named: list[int] = []
+    monkeypatch.setattr(Lines, "row", lambda self, position: named.append(position) or 0)
+    path = packed(tmp_path / "d.jsonl", b'{"body": "one"}\n' * 50 + b'{"text": "two"}\n')
+    assert texts(path, bad_rows="skip") == ["two"]
+    assert len(named) <= 1
+
+
+@pytest.mark.parametrize(("suffix", "kind"), [(".gz", "gzip"), (".zst", "zstd")])
+def test_a_compressed_file_whose_name_does_not_say_so(suffix: str, kind: str, tmp_path: Path) -> None:
+    path = packed(tmp_path / f"d.jsonl{suffix}", b'{"text": "one"}\n').rename(tmp_path / "d.jsonl")
+    assert f"d.jsonl is compressed ({kind}); rename it so that it ends in {suffix}." in plan_refusal(path, RequestError)
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "d.parquet"
+    pq.write_table(pa.table({"text": ["one"] * 40}), path, row_group_size=10)
+    corpus = FileCorpus(path)
+    (part,) = corpus.parts(Counter())
+    pq.write_table(pa.table({"text": ["one"] * 10}), path)
+    with pytest.raises(FailureError, match=r"d\.parquet is not a whole parquet file"):
+        list(corpus.documents(part, Counter()))
+    path = packed(tmp_path / "d.jsonl.gz", b'{"text": "one"}\n' * 5000 + b"rubbish\n")
+    corpus = FileCorpus(path)
+    (part,) = corpus.parts(Counter())
+    documents = corpus.documents(part, Counter())
+    next(documents)
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(FailureError, match=r"d\.jsonl\.gz is not a whole gzip file"):
+        list(documents)
 
 
 @pytest.mark.parametrize("name", ["d.jsonl.gz", "d.jsonl.zst"])

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,10 +18,12 @@ from typing import Any
 
 import pytest
 
+from depthroute.common.config import to_json
 from depthroute.common.errors import FailureError, RequestError
-from depthroute.data import PrepareConfig, Progress, Source, TokenDataset, fill, groups, json_lines, prepare, rows
+from depthroute.data import PrepareConfig, Progress, Source, TokenDataset, fill, groups, journal, json_lines, prepare, rows
+from depthroute.data.corpus import Part
 from depthroute.data.journal import Journal
-from depthroute.data.workers import run_jobs
+from depthroute.data.workers import _Worker, answer, run_jobs
 from tests.data.preparation import Writer, config, contents, packed
 
 DRIVER = """
@@ -144,14 +147,78 @@ def test_shards_that_lost_what_was_noted_are_named(write_jsonl: Writer, tmp_path
 
 
 @pytest.mark.usefixtures("small_groups")
+def test_what_is_made_in_the_folder_of_the_source_is_none_of_it(write_jsonl: Writer, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    source = write_jsonl(120, "in/documents.jsonl").parent
+    prepare(config(source), tmp_path / "whole", workers=1)
+    for stops in (2, 12):
+        with pytest.raises(KeyboardInterrupt):
+            prepare(config(source), source / "out", workers=1, progress=stop_at(stops))
+    manifest = prepare(config(source), source / "out", workers=1)
+    assert contents(source / "out") == contents(tmp_path / "whole")
+    assert prepare(config(source), source / "out", workers=1) == manifest
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_a_kill_while_another_plan_starts_over(write_jsonl: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves a folder with which either goes on."""
+    source, directory = write_jsonl(120), tmp_path / "data"
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config(source, vocabulary=310), directory, workers=1, progress=stop_at(5, "tokenizing"))
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for settings in (config(source), config(source, vocabulary=310)):
+        with monkeypatch.context() as patch:
+            patch.setattr(journal, "write_json", killed)
+            with pytest.raises(KeyboardInterrupt):
+                prepare(config(source), directory, workers=1)
+        prepare(settings, tmp_path / "again", workers=1)
+        shutil.copytree(directory, tmp_path / "copy")
+        prepare(settings, tmp_path / "copy", workers=1)
+        assert contents(tmp_path / "copy") == contents(tmp_path / "again")
+        shutil.rmtree(tmp_path / "copy")
+        shutil.rmtree(tmp_path / "again")
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_a_source_that_changes_is_noticed_before_the_tokens(write_jsonl: Writer, tmp_path: Path) -> None:
+    source = write_jsonl(120)
+    seen: list[str] = []
+
+    def show(moment: Progress) -> None:
+        seen.append(moment.doing)
+        os.utime(source, ns=(0, 0))
+
+    with pytest.raises(FailureError, match="changed while it was being read"):
+        prepare(config(source), tmp_path / "data", workers=1, progress=show)
+    assert set(seen) == {"counting words"}
+
+
+def test_a_worker_ends_with_its_parent_in_the_middle_of_a_job(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "d.txt")  # who opens it waits
+    job = {
+        "kind": "words", "config": to_json(config(tmp_path / "d.txt", id_column=None)), "source": 0,
+        "parts": [Part("d.txt", 0, 1, 1)], "out": str(tmp_path / "words"),
+    }  # fmt: skip
+    worker = _Worker(threads=False)
+    assert worker._process.stdin is not None
+    worker._process.stdin.write(answer(job))
+    worker.close()
+    assert worker._process.wait(timeout=60) == 0
+
+
+@pytest.mark.usefixtures("small_groups")
 def test_shards_that_were_altered_or_lost_while_it_stood_still_are_named(write_jsonl: Writer, tmp_path: Path) -> None:
     settings, directory = config(write_jsonl(120)), tmp_path / "data"
     with pytest.raises(KeyboardInterrupt):
         prepare(settings, directory, workers=1, progress=stop_at(5, "tokenizing"))
     tokens = (directory / "train.bin").read_bytes()
-    (directory / "train.bin").write_bytes(b"\x11" + tokens[1:])
-    with pytest.raises(FailureError, match=r"train\.bin is not what was written to it; delete"):
-        prepare(settings, directory, workers=1)
+    for altered in (b"\x11" + tokens[1:], b"\xff\xff" + tokens[2:]):  # the second is no id of the vocabulary
+        (directory / "train.bin").write_bytes(altered)
+        with pytest.raises(FailureError, match=r"train\.bin is not what was written to it; delete"):
+            prepare(settings, directory, workers=1)
     (directory / "train.bin").unlink()
     with pytest.raises(FailureError, match=r"train\.bin is shorter than what was written to it"):
         prepare(settings, directory, workers=1)

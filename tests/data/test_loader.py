@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from depthroute.common.errors import RequestError
+from depthroute.common.errors import FailureError, RequestError
 from depthroute.data import TokenDataset
 from depthroute.data.loader import Batch, Loader
 from tests.data.shards_by_hand import END, directory
@@ -51,6 +51,22 @@ def wait_for_no_threads() -> None:
     while threads() and time.monotonic() < until:
         time.sleep(0.005)
     assert not threads()
+
+
+def test_ids_that_are_none_of_the_vocabulary_are_named(dataset: TokenDataset) -> None:
+    """The size of the file is as it was, and the model would fail of them in the middle of a step."""
+    for split in ("train", "validation"):
+        path = dataset.directory / f"{split}.bin"
+        path.write_bytes(path.read_bytes()[:-2] + dataset.vocabulary.to_bytes(2, "little"))
+    size = dataset.vocabulary
+    match = rf"%s\.bin holds the id {size}, and the vocabulary ends at {size - 1}: it was altered\. .*data verify"
+    opened = TokenDataset.open(dataset.directory)
+    with pytest.raises(FailureError, match=match % "validation"):
+        opened.held_out()
+    opened.held_out(limit=5)
+    with pytest.raises(FailureError, match=match % "train"), Loader(opened, context=1, sequences=1, seed=SEED) as batches:
+        for _ in itertools.islice(batches, sum(LENGTHS)):
+            pass
 
 
 def test_batches_are_those_of_the_order(dataset: TokenDataset) -> None:

@@ -291,6 +291,10 @@ def test_wrong_sources_are_refused(changes: dict[str, Any], message: str) -> Non
         Source(**changes)
 
 
+def test_weights_of_any_size_add_up() -> None:
+    assert PrepareConfig(sources=(Source(path="a", weight=1e308), Source(path="b", weight=1e308))).weights == (0.5, 0.5)
+
+
 def test_batches_hold_a_bounded_amount_of_text() -> None:
     taken = 0
 
