@@ -17,8 +17,6 @@ from depthroute.data import rows
 PIECE_BYTES = 2**20
 UNPACKED_BYTES = 2**16
 """Of a file that is cut short, about so much is lost before its end."""
-
-
 PACKINGS = {".gz": "gzip", ".zst": "zstd"}
 FIRST_BYTES = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
 
