@@ -6,12 +6,13 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Literal
 
 from depthroute.common.errors import RequestError
 from depthroute.data.multi_hop import MULTI_HOP, MultiHopConfig
 from depthroute.data.order import BLOCK
-from depthroute.data.shares import shares
+from depthroute.data.shares import exact, shares
 from depthroute.data.tokenizer import SMALLEST_VOCABULARY
 
 DOCSTRINGS = "docstrings"
@@ -112,11 +113,10 @@ class PrepareConfig:
         return cls(sources=(Source(path=path, text_column=text_column, id_column=id_column),), **settings)
 
     @property
-    def weights(self) -> tuple[float, ...] | None:
-        """Of the sources, adding up to 1; None where they have none."""
-        given = [source.weight for source in self.sources if source.weight is not None]
-        given = [weight / max(given) for weight in given]  # or the sum of large ones is infinite
-        return tuple(weight / math.fsum(given) for weight in given) or None
+    def weights(self) -> tuple[Fraction, ...] | None:
+        """Of the sources, adding up to 1, exactly; None where they have none."""
+        given = [exact(source.weight) for source in self.sources if source.weight is not None]
+        return tuple(weight / sum(given) for weight in given) or None
 
     def _check_sources(self) -> None:
         paths = [source.path for source in self.sources]
@@ -133,7 +133,8 @@ class PrepareConfig:
             for path, weight, count in zip(paths, self.weights, shares(BLOCK, self.weights), strict=True):
                 if not count:
                     raise RequestError(
-                        f"the weight of {path} is {weight:g} of all, which is none of {BLOCK:,} windows; raise it, or leave the source out."
+                        f"the weight of {path} is {float(weight):g} of all, which is none of {BLOCK:,} windows; raise it, or leave the "
+                        "source out."
                     )
         if (MULTI_HOP in paths) != (self.multi_hop is not None):
             raise RequestError(

@@ -157,7 +157,7 @@ class Manifest:
         identity: dict[str, Any] = {"format": self.format, "dtype": self.dtype}
         identity["files"] = sorted((f.name, f.bytes, f.sha256) for f in self.files if not f.name.endswith(IDS))
         if len(self.sources) > 1:
-            weights = self.prepare.weights or (None,) * len(self.sources)
+            weights = [None] * len(self.sources) if self.prepare.weights is None else list(map(str, self.prepare.weights))
             lengths = [[getattr(source.splits, split).tokens for split in SPLITS] for source in self.sources]
             identity["mixture"] = list(zip(weights, lengths, strict=True))
         if self.markers:

@@ -6,6 +6,7 @@ B sequences in a batch, T tokens of context; a window is T + 1 tokens, so that i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
@@ -27,7 +28,7 @@ class Stretch:
     name: str
     start: int
     end: int
-    weight: float
+    weight: Fraction | float
 
 
 @dataclass(frozen=True)

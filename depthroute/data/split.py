@@ -7,9 +7,9 @@ The split of the Role-Decoupled paper, section C.1, which states the hash and th
 from __future__ import annotations
 
 import hashlib
-from decimal import Decimal
-from fractions import Fraction
 from typing import Literal
+
+from depthroute.data.shares import exact
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -24,7 +24,7 @@ def document_hash(salt: str, document_id: str) -> int:
 
 def threshold(share: float) -> int:
     """How many of the 2^64 hash values a share takes: the shortest decimal that stands for the float, times 2^64, rounded down."""
-    return int(Fraction(Decimal(repr(share))) * HASH_RANGE)
+    return int(exact(share) * HASH_RANGE)
 
 
 class DocumentSplit:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -353,7 +354,7 @@ def test_several_sources_follow_each_other_in_every_split(write_jsonl: Writer, t
     first, second = (Source(path=str(path), id_column="id", weight=weight) for path, weight in ((one, 3.0), (two, 1.0)))
     settings = dataclasses.replace(config(one), sources=(first, second))
     manifest = prepare(settings, tmp_path / "both", workers=2)
-    assert manifest.prepare.weights == (0.75, 0.25) and manifest.corpus.name == "one.jsonl + two.jsonl"
+    assert manifest.prepare.weights == (Fraction(3, 4), Fraction(1, 4)) and manifest.corpus.name == "one.jsonl + two.jsonl"
     assert [source.name for source in manifest.sources] == ["one.jsonl", "two.jsonl"]
     assert manifest.sources[0].columns == ("text, id: id",)
     both = TokenDataset.open(tmp_path / "both", verify=True)

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import math
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from depthroute.data import (
     prepare,
     read_manifest,
 )
+from depthroute.data.shares import shares
 from depthroute.data.text_tokenizer import BATCH_CHARACTERS
 from depthroute.data.work import BATCH_DOCUMENTS, Placed, _batches
 from tests.data.preparation import Writer, config, documents_of
@@ -291,8 +293,12 @@ def test_wrong_sources_are_refused(changes: dict[str, Any], message: str) -> Non
         Source(**changes)
 
 
-def test_weights_of_any_size_add_up() -> None:
-    assert PrepareConfig(sources=(Source(path="a", weight=1e308), Source(path="b", weight=1e308))).weights == (0.5, 0.5)
+@pytest.mark.parametrize("given", [(9.0, 7.0), (0.9, 0.7), (9e307, 7e307)])
+def test_weights_are_what_was_written_whatever_they_add_up_to(given: tuple[float, float]) -> None:
+    """As floats, 0.9 and 0.7 of 1.6 are no sixteenths."""
+    weights = PrepareConfig(sources=(Source(path="a", weight=given[0]), Source(path="b", weight=given[1]))).weights
+    assert weights == (Fraction(9, 16), Fraction(7, 16))
+    assert shares(1000, weights) == [563, 437]  # 562.5 and 437.5: of equal remainders the first
 
 
 def test_batches_hold_a_bounded_amount_of_text() -> None:
