@@ -79,7 +79,7 @@ class Journal:
     def __init__(self, directory: Path, plan: Any) -> None:
         self.folder = directory / WORK
         path = self.folder / "plan.json"
-        if path.exists() and read_json(path) != plan:
+        if self.folder.exists() and not (path.exists() and read_json(path) == plan):
             self._clear()
         with explain_os_errors(self.folder, "writing"):
             self.words.mkdir(parents=True, exist_ok=True)

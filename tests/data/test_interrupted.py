@@ -184,6 +184,19 @@ def test_a_kill_while_another_plan_starts_over(write_jsonl: Writer, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("small_groups")
+def test_a_journal_whose_plan_is_lost_is_not_believed(write_jsonl: Writer, tmp_path: Path) -> None:
+    source, directory = write_jsonl(120), tmp_path / "data"
+    prepare(config(source), tmp_path / "first", workers=1)
+    settings = PrepareConfig.of(str(source), id_column="id", tokenizer=str(tmp_path / "first/tokenizer.json"), validation_share=0.1)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(settings, directory, workers=1, progress=stop_at(5, "tokenizing"))
+    for path in (directory / ".work/plan.json", *(path for path in directory.iterdir() if not path.name.startswith("."))):
+        path.unlink()
+    assert (directory / ".work/journal.json").exists()
+    assert prepare(settings, directory, workers=1).splits == prepare(settings, tmp_path / "whole", workers=1).splits
+
+
+@pytest.mark.usefixtures("small_groups")
 def test_a_source_that_changes_is_noticed_before_the_tokens(write_jsonl: Writer, tmp_path: Path) -> None:
     source = write_jsonl(120)
     seen: list[str] = []
